@@ -19,7 +19,7 @@ from .pipeline.workers import HOW_THREADS_WAIT
 from .schemas.errors import AlignError, Interrupted, PeerError, unexpected_os_error
 from .schemas.safe_text import mask_secrets_of, safe
 from .stages.engine.freed_blocks import give_large_blocks_back
-from .stages.tracking.mlflow_silence import WARNING, silence_mlflow
+from .stages.tracking.mlflow_silence import ENVIRONMENT, NOISY
 
 # A thread that spins takes the core of whatever runs beside it, often of the very thread that it
 # waits for; one that sleeps at once is late for the next of many short tasks. The spins, a tenth
@@ -71,9 +71,10 @@ def own_process(arguments: Sequence[str]) -> None:
     # OpenMP reads this when torch is imported.
     if not any(name in os.environ for name in HOW_THREADS_WAIT):
         os.environ.update(SOON_ASLEEP)
-    silence_mlflow()  # DeepSpeed imports MLflow, which reads its settings then
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)  # DeepSpeed imports MLflow, which reads them then
     # A thread may still send to MLflow when the program ends.
-    for package in WARNING:
+    for package in NOISY:
         warnings.filterwarnings("ignore", module=package)
     for word in arguments:
         mask_secrets_of(word.partition("=")[2] if "=" in word.partition("://")[0] else word)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from ..schemas.config import TrackingOptions
 from ..schemas.errors import Interrupted
 from ..stages.storage.disk.locks import owner_lock
-from ..stages.tracking.journaled_run import Run, recorded
+from ..stages.tracking.run import Run, recorded
 from .parts import Part
 
 if TYPE_CHECKING:

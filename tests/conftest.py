@@ -20,7 +20,7 @@ from align.cli import SOON_ASLEEP
 from align.schemas import safe_text
 from align.stages.demo.tiny_tokenizer import make_tokenizer
 from align.stages.storage.run.run_folder import RunFolder
-from align.stages.tracking.mlflow_silence import DEFAULTS
+from align.stages.tracking.mlflow_silence import ENVIRONMENT
 from support.command import Answer
 from support.trainings import Course, Server
 from support.worlds import make_world
@@ -146,7 +146,7 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture
 def no_mlflow_settings(here, monkeypatch):
     """The environment says nothing about MLflow, and what is set on the way is forgotten."""
-    for name in (*DEFAULTS, "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+    for name in (*ENVIRONMENT, "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 

@@ -494,10 +494,10 @@ def register(
     from ..jobs.tracker_sync import own_options
     from ..train.register import register as register_model
 
-    made = register_model(run, own_options(run, config), name=name, alias=alias, uri=uri)
-    known = "" if made.is_new else ", as it was before"
+    number, is_new = register_model(run, own_options(config), name=name, alias=alias, uri=uri)
+    known = "" if is_new else ", as it was before"
     named = f"; {alias} is this version" if alias else ""
-    say(f"{run} is version {made.number} of {made.name}{known}{named}.")
+    say(f"{run} is version {number} of {name}{known}{named}.")
 
 
 @command("Look", "align mlflow-sync align-run")
@@ -509,6 +509,6 @@ def mlflow_sync(
     """Send MLflow and other trackers what they missed of a run; sending it twice is harmless."""
     from ..jobs.tracker_sync import own_options, sync_runs
 
-    for synced in sync_runs(run, own_options(run, config), uri=uri):
+    for synced in sync_runs(run, own_options(config), uri=uri):
         sent = f"{counted(synced.numbers_sent, 'numbers')} sent"
         say(f"{synced.uri}: run {synced.run_id} is {synced.status}\n{sent}")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from ...schemas.checkpoint import How
-    from ...stages.tracking.journal import Callback
+    from ...stages.tracking.metrics_log import Callback
     from ...stages.tracking.progress import Progress
     from ..options.settings import Settings
     from ..precompute.precompute import PrecomputeResult

@@ -1,7 +1,6 @@
 """`align mlflow-sync`: sends trackers what they lack of a run; sending it twice changes nothing.
 
-The folder may come from someone else, so the address is the user's own or one given by hand, and of
-the files that its record names only those of the folder itself are sent.
+A folder does not decide where data go: the address is the user's own, or one given by hand.
 """
 
 from __future__ import annotations
@@ -13,20 +12,21 @@ from pathlib import Path
 
 from ...schemas.config import TrackingOptions
 from ...schemas.errors import AlignError, StorageError, UsageError, log_failure
-from ...stages.storage.disk.locks import is_owned, owner_lock
+from ...stages.storage.disk.locks import owner_lock
 from ...stages.storage.output_folder import SCORES
 from ...stages.storage.run.run_folder import RunFolder, read_ending
+from ...stages.tracking.run import Sender, reason_of
 from ...stages.tracking.run_record import (
     GROUP_TAG,
     ROUNDS_TAG,
     RunRecord,
+    Store,
     now_ms,
     remove_sent,
     unsent_runs,
 )
-from ...stages.tracking.tracker import MAIN, TRACKERS, tracker_of, wanted
-from ...stages.tracking.uploader import Sender, reason_of, shown_address
-from ..options.settings import FILE_NAME, load_settings
+from ...stages.tracking.tracker import MAIN, TRACKERS, quiet, tracker_of, wanted
+from ..options.settings import load_settings
 
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "time": "KILLED", "signal": "KILLED"}
 
@@ -42,14 +42,8 @@ class Synced:
     numbers_sent: int
 
 
-def own_options(root: Path, config: Path | None) -> TrackingOptions:
-    """The user's tracking options from `config` or the align.yaml here, never from the run."""
-    here = Path.cwd()
-    if config is None and (here / FILE_NAME).exists() and here.is_relative_to(root.resolve()):
-        raise UsageError(
-            f"{here / FILE_NAME} is in the run itself, which does not decide where your data "
-            "go. Run the command elsewhere, or name a file by --config."
-        )
+def own_options(config: Path | None) -> TrackingOptions:
+    """The user's tracking options, from `config` or the align.yaml here."""
     return load_settings({}, [], file=config).config.tracking
 
 
@@ -110,7 +104,7 @@ def sync_run(
             ending = read_ending(folder)
             status = STATUS[ending.ending] if ending else "KILLED"
             record.change(status=status, ended_ms=now_ms())
-        for name in [only] if only else sorted(record.facts.trackers):
+        for name in [only] if only else sorted(record.facts.stores):
             try:
                 done.append(_send(record, name, home, options, uri if name == MAIN else ""))
             except AlignError as error:
@@ -118,19 +112,8 @@ def sync_run(
     if failed:
         raise failed[0]
     if folder.root != home:
-        remove_sent([record], is_alone=not is_owned(home))
+        remove_sent(folder)
     return done
-
-
-def _send(record: RunRecord, name: str, home: Path, options: TrackingOptions, uri: str) -> Synced:
-    tracker = tracker_of(name)
-    address = _address(name, home, record.facts.trackers[name], options, uri)
-    record.send_to({name: tracker.plain_address(address)})
-    with asked_store(name, address):
-        sender = Sender(name, address, record)
-        sender.send()
-    facts, run_id = record.facts, record.sent(name).run_id
-    return Synced(name, facts.trackers[name], run_id, facts.status, sender.numbers)
 
 
 def send_files(folder: RunFolder, files: Sequence[Path], options: TrackingOptions) -> None:
@@ -138,39 +121,42 @@ def send_files(folder: RunFolder, files: Sequence[Path], options: TrackingOption
     if record := RunRecord.find(folder):
         for file in files:
             record.log_file(file.absolute())
-        for name in {*wanted(options)} & record.facts.trackers.keys():
+        for name in {*wanted(options)} & record.facts.stores.keys():
             with log_failure(f"{tracker_of(name).title} lacks a part of {folder.root}"):
                 _send(record, name, folder.root, options, uri="")
 
 
+def _send(record: RunRecord, name: str, home: Path, options: TrackingOptions, uri: str) -> Synced:
+    """Sends a run to the store given by hand, else to the user's own, if the record names it too.
+
+    Another one of the user's, as from another working folder, would get a second copy of the run.
+    """
+    tracker, known = tracker_of(name), record.facts.stores[name]
+    address = uri or tracker.address_of(options, home)
+    plain = tracker.plain_address(address) if address else "nowhere"
+    if not uri and plain != known.address:
+        way = f"pass --uri {known.address}" if name == MAIN else "name that store there"
+        raise UsageError(
+            f"{home} names the store {known.address}, and your own ({tracker.named_by}) is "
+            f"{plain}. A folder does not decide where your data go: {way} to send the run there."
+        )
+    record.add_stores({name: Store(plain, known.experiment)})
+    sender = Sender(name, address, record)
+    with asked_store(sender):
+        sender.send()
+    run_id = record.sent(name).run_id
+    return Synced(name, plain, run_id, record.facts.status, sender.numbers)
+
+
 @contextmanager
-def asked_store(name: str, address: str) -> Iterator[None]:
+def asked_store(sender: Sender) -> Iterator[None]:
     """Keeps the library quiet inside; whatever it raises is a StorageError that says what to do."""
-    tracker = tracker_of(name)
     try:
-        with tracker.quiet():
+        with quiet(sender.name):
             yield
     except Exception as error:  # whatever the library of a tracker raises
-        other = "name another store with --uri, then " if name == MAIN else ""
+        other = "name another store with --uri, then " if sender.name == MAIN else ""
         raise StorageError(
-            f"{tracker.title} at {shown_address(address)} failed: {reason_of(error)}. Start it, or "
-            f"{other}run the same command again."
+            f"{sender.place} failed: {reason_of(error)}. Start it, or {other}run the same command "
+            "again."
         ) from error
-
-
-def _address(name: str, root: Path, recorded: str, options: TrackingOptions, uri: str) -> str:
-    """The store to send to: the one given by hand, else the user's, if the folder names it too."""
-    tracker = tracker_of(name)
-    own = tracker.address_of(options, root)
-    if uri or (own and tracker.plain_address(own) == recorded):
-        return uri or own
-    way = (
-        f"pass --uri {recorded}, with its password if it has one, to send the run there"
-        if name == MAIN
-        else "name that store there, to send the run to it"
-    )
-    raise UsageError(
-        f"{root} names the store {recorded}, and your own ({tracker.named_by}) is "
-        f"{tracker.plain_address(own) if own else 'nowhere'}. A folder does not decide where your "
-        f"data go: {way}."
-    )

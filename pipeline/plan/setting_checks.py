@@ -10,7 +10,7 @@ from ...schemas.train_options import LoraOptions, TrainOptions
 from ...stages.methods.recipe import Recipe
 from ...stages.model.model_folder import require_bitsandbytes
 from ...stages.storage.run.checkpoints import wanted
-from ...stages.tracking.journal import EVAL
+from ...stages.tracking.metrics_log import EVAL
 from ..options.settings import Settings
 
 

@@ -27,8 +27,8 @@ from ...stages.report.text_tables import worded
 from ...stages.storage.cache_work import unfinished_work
 from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.disk.locks import try_owner_lock
-from ...stages.tracking.journaled_run import Run
 from ...stages.tracking.progress import Progress
+from ...stages.tracking.run import Run
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
 from ..jobs.object_inputs import with_local_inputs
 from ..jobs.rejected_rows import RejectedRows

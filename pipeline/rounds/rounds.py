@@ -40,8 +40,8 @@ from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.disk.locks import owner_lock
 from ...stages.storage.output_folder import OutputFolder
 from ...stages.storage.tables import TableFolder
-from ...stages.tracking.journaled_run import recorded, tagged
 from ...stages.tracking.progress import Progress
+from ...stages.tracking.run import recorded, tagged
 from ...stages.tracking.run_record import ROUND_TAG, ROUNDS_TAG
 from ...stages.tracking.run_texts import data_name, run_name
 from ..options.settings import Settings, changed, without_secrets

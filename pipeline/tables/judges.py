@@ -21,8 +21,8 @@ from ...stages.data.records import record_of
 from ...stages.judge.template import answer_text
 from ...stages.judge.verdicts import Compared
 from ...stages.judge.win_rate import OUTCOMES
-from ...stages.tracking.journaled_run import Run
 from ...stages.tracking.progress import Progress
+from ...stages.tracking.run import Run
 from ..parts import Part
 from .table_inputs import given_to_template, plain
 

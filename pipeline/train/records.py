@@ -21,10 +21,10 @@ from ...stages.storage.disk import fs
 from ...stages.storage.disk.lines import Lines
 from ...stages.storage.locations import is_remote, origin_of
 from ...stages.storage.run.run_folder import ENDINGS
-from ...stages.tracking import journaled_run
-from ...stages.tracking.journal import EVAL
-from ...stages.tracking.journaled_run import inherited, open_training_run
+from ...stages.tracking.metrics_log import EVAL
 from ...stages.tracking.progress import Progress
+from ...stages.tracking.run import Run as TrackedRun
+from ...stages.tracking.run import inherited, open_training_run
 from ...stages.tracking.run_record import NUMBERS_TAG, ROUND_TAG, SIGNS_TAG, TRIAL_TAG, Status
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
 from ...stages.train.patience import why_unmeasured
@@ -49,7 +49,7 @@ PLACES = ("train.cache", "train.model", "train.output")
 def open_records(run: Run, progress: Progress) -> Iterator[RunRecords]:
     """Opens a run's records: rank zero writes metrics and tables, every rank saves."""
     folder, state = run.folder, run.checkpoint.state if run.checkpoint else None
-    tracked = journaled_run.Run(folder.root)
+    tracked = TrackedRun(folder)
     if run.world.rank == 0:
         keep_through = state.step if state else -1
         folder.drop_evaluations(after=keep_through)
@@ -108,7 +108,7 @@ def _cut_margins(path: Path, keep_through: int) -> None:
 class RunRecords:
     """The records of one rank: metrics, trackers, tables, the terminal, checkpoints."""
 
-    def __init__(self, run: Run, tracked: journaled_run.Run, progress: Progress) -> None:
+    def __init__(self, run: Run, tracked: TrackedRun, progress: Progress) -> None:
         self._run = run
         self._tracked = tracked
         self._progress = progress
@@ -368,7 +368,7 @@ def shown(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in known.items())
 
 
-def record_warnings(tracked: journaled_run.Run, warnings: Mapping[str, str]) -> None:
+def record_warnings(tracked: TrackedRun, warnings: Mapping[str, str]) -> None:
     """Records the warnings as a tag, which is shown beside the run and can be searched."""
     text = "; ".join(f"{name}: {warning}" for name, warning in warnings.items())
     tracked.set_tags({SIGNS_TAG: text or "nothing"})

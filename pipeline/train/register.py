@@ -7,8 +7,8 @@ from pathlib import Path
 from ...schemas.config import TrackingOptions
 from ...schemas.errors import UsageError
 from ...stages.storage.disk.locks import owner_lock
-from ...stages.tracking.mlflow_registry import ModelVersion, register_version
 from ...stages.tracking.mlflow_tracker import MlflowTracker
+from ...stages.tracking.run import Sender
 from ...stages.tracking.run_record import RunRecord
 from ...stages.tracking.tracker import MAIN
 from ..jobs.tracker_sync import asked_store, sync_run
@@ -17,21 +17,21 @@ from .run_report import require_finished, training_folder
 
 def register(
     root: Path, options: TrackingOptions, *, name: str, alias: str, uri: str = ""
-) -> ModelVersion:
+) -> tuple[str, bool]:
     """Sends what the store lacks of the run, then registers its model under a name.
 
-    The folder may come from someone else: as for `mlflow-sync`, it does not choose the store.
+    Returns the number of the version and whether it is new.
     """
     folder = training_folder(root)
     require_finished(folder)
     record = RunRecord.find(folder)
-    if record is None or MAIN not in record.facts.trackers:
+    if record is None or MAIN not in record.facts.stores:
         raise UsageError(
             f"{root} was not recorded in {MlflowTracker.title}, whose registry names the run of a "
             "model. Train with --mlflow (or --track mlflow)."
         )
     (synced,) = sync_run(folder, root, options, uri=uri, only=MAIN)
     address = uri or MlflowTracker.address_of(options, root)
-    with owner_lock(folder.root, "register"), asked_store(MAIN, address):
-        client = MlflowTracker(address).client
-        return register_version(client, synced.run_id, folder.loadable, name=name, alias=alias)
+    with owner_lock(folder.root, "register"), asked_store(Sender(MAIN, address, record)):
+        store = MlflowTracker(address)
+        return store.register(synced.run_id, folder.loadable, name, alias)

@@ -39,7 +39,7 @@ def answer_again(
     ending = require_finished(folder)
     here = {"train.resume": "auto", "train.output": str(root)}
     settings = load_settings({}, here, file=folder.config)
-    tracking = own_options(root, config)
+    tracking = own_options(config)
     with owner_lock(folder.root, "answers"):
         run = check(settings)
         if run.recipe.head == "score":

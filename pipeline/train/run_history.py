@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...stages.tracking.journal import EVAL, RESERVED, read_entries
+from ...stages.tracking.metrics_log import EVAL, RESERVED, read_metrics
 
 if TYPE_CHECKING:
     import polars as pl
@@ -77,8 +77,8 @@ def read_history(metrics: Path) -> History:
 
     kinds = pl.Schema({"step": pl.Int64(), "time": pl.Datetime("ms", "UTC")})
     frames = [pl.DataFrame(schema=kinds)]
-    entries = (entry for entry in read_entries(metrics) if entry.metrics)
-    while some := [*islice(entries, LINES_AT_ONCE)]:
+    measured = (line for line in read_metrics(metrics) if line.metrics)
+    while some := [*islice(measured, LINES_AT_ONCE)]:
         rows = [{"step": one.step, "time": round(1000 * one.time), **one.metrics} for one in some]
         frames.append(pl.from_dicts(rows, schema_overrides=kinds, infer_schema_length=None))
     lines = pl.concat(frames, how="diagonal")

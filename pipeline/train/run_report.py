@@ -27,7 +27,7 @@ from ...stages.storage.disk import fs
 from ...stages.storage.disk.locks import is_owned
 from ...stages.storage.run.checkpoints import read_checkpoint
 from ...stages.storage.run.run_folder import RunFolder, read_ending
-from ...stages.tracking.journal import EVAL
+from ...stages.tracking.metrics_log import EVAL
 from ...stages.tracking.run_texts import data_name, model_name
 from ..jobs.signals import WAY_ON
 from ..options.settings import read_yaml, without_secrets

@@ -25,7 +25,7 @@ from ...stages.model.model_folder import (
 from ...stages.storage.cache import Cache
 from ...stages.storage.locations import is_remote
 from ...stages.storage.run.run_folder import RunFolder, run_folder_of
-from ...stages.tracking.journal import Callback
+from ...stages.tracking.metrics_log import Callback
 from ...stages.train.together import StopConditions
 from ..jobs.object_inputs import cache_at, local_model
 from ..options.first_checks import asked_recipe

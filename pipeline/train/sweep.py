@@ -19,9 +19,9 @@ from ...stages.storage.disk import fs
 from ...stages.storage.locations import origin_of, require_on_disk
 from ...stages.storage.output_folder import OutputFolder
 from ...stages.storage.run.run_folder import RunFolder
-from ...stages.tracking import journaled_run
-from ...stages.tracking.journaled_run import recorded, tagged
 from ...stages.tracking.progress import Progress
+from ...stages.tracking.run import Run as TrackedRun
+from ...stages.tracking.run import recorded, tagged
 from ...stages.tracking.run_record import GROUP_TAG, TRIAL_TAG
 from ...stages.tracking.run_texts import description, run_name
 from ..options.settings import Settings, flatten, instead_of
@@ -138,7 +138,7 @@ def _train(trial: Trial, run: Run, progress: Progress) -> None:
     trial.ending, trial.steps, trial.measured = trained.ending, trained.steps, trained.measured
 
 
-def _describe(parent: journaled_run.Run, result: Sweep, runs: Sequence[Run]) -> None:
+def _describe(parent: TrackedRun, result: Sweep, runs: Sequence[Run]) -> None:
     """Records what is varied, and the caches that the runs are trained on."""
     varied: dict[str, dict[str, None]] = {}  # values in their order, each once
     for trial in result.trials:
@@ -158,7 +158,7 @@ def _describe(parent: journaled_run.Run, result: Sweep, runs: Sequence[Run]) -> 
         parent.log_dataset(cache.name, digest=root, source=source, context="training")
 
 
-def _publish(result: Sweep, parent: journaled_run.Run) -> None:
+def _publish(result: Sweep, parent: TrackedRun) -> None:
     with log_failure(f"No {PAGE}"):
         fs.publish(result.folder / PAGE, page_of(result).encode())
         parent.log_artifact(result.folder / PAGE)
@@ -167,7 +167,7 @@ def _publish(result: Sweep, parent: journaled_run.Run) -> None:
         parent.set_tags({"align.failed": failures})
 
 
-def _compare(result: Sweep, parent: journaled_run.Run) -> None:
+def _compare(result: Sweep, parent: TrackedRun) -> None:
     """Publishes which of the runs is ahead."""
     trained = {trial.name: trial for trial in result.ended if not trial.failure}
     with log_failure("No comparison of the runs"):

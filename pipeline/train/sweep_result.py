@@ -11,7 +11,7 @@ from ...stages.report.charts import Series, chart
 from ...stages.report.page import Section, render_page
 from ...stages.report.text_tables import duration, grid
 from ...stages.storage.run.run_folder import RunFolder
-from ...stages.tracking.journal import EVAL
+from ...stages.tracking.metrics_log import EVAL
 from .run_history import Measured, curves, read_history
 
 PAGE = "sweep.html"

@@ -23,7 +23,7 @@ from ...stages.engine.distributed import (
 from ...stages.methods.recipe import LOSS
 from ...stages.model.library_errors import is_out_of_memory
 from ...stages.storage.run.checkpoints import wanted
-from ...stages.tracking.journal import EVAL
+from ...stages.tracking.metrics_log import EVAL
 from ...stages.tracking.progress import Progress
 from ...stages.train.evaluation import (
     EvalSamples,

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import importlib
 import re
-import sqlite3
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..storage.disk import fs
-from .journal import key_of
+from .metrics_log import key_of
 
 _FILE = re.compile(r"(sqlite(?:\+pysqlite)?:///)([^?]+)(.*)", re.DOTALL)
-OLD_SECONDS = 600.0  # after which a draft is one of a killed process
 
 
 def sqlite_file(uri: str) -> Path | None:
@@ -36,29 +33,22 @@ def make_store(uri: str, build: Callable[[str], object]) -> None:
     if path is None or path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    for old in path.parent.glob(f".{path.name}.*.tmp*"):
-        if time.time() - old.stat().st_mtime > OLD_SECONDS:
-            fs.unlink(old)
     event = importlib.import_module("sqlalchemy.event")
     engine = importlib.import_module("sqlalchemy.engine").Engine
     draft, engines = fs.draft_of(path), []
 
-    def disable_fsync(connection: Any, _record: Any) -> None:
-        if isinstance(connection, sqlite3.Connection):
-            connection.execute("PRAGMA synchronous=OFF")
+    def disable_fsync(connection: Any) -> None:
+        if connection.engine.url.database == str(draft):
+            engines.append(connection.engine)
+            connection.connection.execute("PRAGMA synchronous=OFF")
 
-    def note(connection: Any) -> None:
-        engines.append(connection.engine)
-
-    event.listen(engine, "connect", disable_fsync)
-    event.listen(engine, "engine_connect", note)
+    event.listen(engine, "engine_connect", disable_fsync)
     try:
         build(_FILE.sub(lambda found: f"{found[1]}{draft}{found[3]}", uri))
         fs.fsync(draft)
         fs.link(draft, path)  # if another process was first, its store is kept
     finally:
-        event.remove(engine, "connect", disable_fsync)
-        event.remove(engine, "engine_connect", note)
+        event.remove(engine, "engine_connect", disable_fsync)
         for one in engines:
             one.dispose()
         fs.discard(draft)

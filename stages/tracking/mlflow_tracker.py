@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -12,10 +14,11 @@ from typing import Any, TypeVar
 
 from ...schemas.config import TrackingOptions
 from ...schemas.errors import StorageError
-from .journal import EVAL, Entry, key_of, read_entries
-from .mlflow_silence import mlflow_silenced
+from ...schemas.json_codec import digest
+from ..storage.disk import fs
+from .metrics_log import EVAL, MetricsLine, key_of, read_metrics
+from .mlflow_silence import ENVIRONMENT, NOISY
 from .mlflow_sqlite import artifacts_beside, make_store, sqlite_file
-from .mlflow_tables import MAX_TAG, TAG, table_of, with_table
 from .run_record import KEY_TAG, PARENT_TAG, REPLACES_TAG, Dataset, RunFacts, Sent
 from .tracker import Tracker
 
@@ -26,12 +29,22 @@ Number = tuple[str, int, int]  # with its time
 DEFAULT_URI = "sqlite:///mlflow.db"
 PER_CALL = 100  # parameters, tags or data sets
 METRICS_PER_CALL = 1000
-MAX_PARAM, MAX_NAME, MAX_DIGEST = 6000, 500, 36
+# MLflow's limits, of its oldest SQL schema where they differ.
+MAX_PARAM, MAX_TAG, MAX_NAME, MAX_DIGEST = 6000, 5000, 500, 36
 PATH_TAG = "align.path"
 STEP_TAG = "align.step"  # after which a model was written
-NOTE_TAG = "mlflow.note.content"
-KIND_TAG = "mlflow.experimentKind"  # by which MLflow's pages choose what they open with
+# Tags of MLflow's own: the text above a run, what its pages open an experiment with, and which
+# files of a run are drawn as tables.
+NOTE_TAG, KIND_TAG, TABLES_TAG = (
+    "mlflow.note.content",
+    "mlflow.experimentKind",
+    "mlflow.loggedArtifacts",
+)
 TRAINING_KIND = "custom_model_development"
+
+ANSWERS, EVALUATIONS = "answers.jsonl", "evaluations"
+BESIDE = ("prompt", "before", "after")  # columns of answers that are read beside one another
+TEXTS = {"row_id", "prompt_key", "role", "prompt", "completion"}  # columns of evaluations
 
 
 class MlflowTracker(Tracker):
@@ -39,7 +52,9 @@ class MlflowTracker(Tracker):
 
     title = "MLflow"
     named_by = "tracking.uri of the align.yaml here, MLFLOW_TRACKING_URI, or mlflow.db here"
-    quiet = staticmethod(mlflow_silenced)
+    experiment_variable = "MLFLOW_EXPERIMENT_NAME"
+    environment = ENVIRONMENT
+    noisy = NOISY
 
     def __init__(self, uri: str) -> None:
         super().__init__(uri)
@@ -72,16 +87,14 @@ class MlflowTracker(Tracker):
         return self._mlflow.MlflowClient(self.address)
 
     def has(self, facts: RunFacts, run_id: str) -> bool:
-        """Whether the store has such a run under this key, and it was not deleted."""
+        """Whether the store has such a run, and it was not deleted."""
         found = self._run(run_id)
-        is_there = found is not None and found.info.lifecycle_stage == "active"
-        return is_there and found.data.tags.get(KEY_TAG) == facts.key
+        return found is not None and found.info.lifecycle_stage == "active"
 
     def begin(self, facts: RunFacts, sent: Sent, metrics: Path) -> Sent:
         """The run, which is found or made."""
-        self._metrics = metrics
-        self._known = None
-        experiment = self._experiment_id(facts.experiment_in("mlflow"))
+        self._metrics, self._known = metrics, None
+        experiment = self._experiment_id(facts.stores["mlflow"].experiment)
         run_id = sent.run_id or self._find_run(experiment, facts.key)
         if not run_id:
             run_id = self._make_run(facts, experiment)
@@ -90,16 +103,15 @@ class MlflowTracker(Tracker):
         self._run_id = run_id
         return Sent(run_id, sent.offset, sent.files)
 
-    def log(self, entries: Sequence[Entry]) -> None:
+    def log(self, lines: Sequence[MetricsLine]) -> None:
         """The numbers that the store lacks: of a step that was trained again it keeps the first."""
         if self._known is None:  # also after a call that failed: its numbers may have arrived
-            self._known = self._numbers_known(least=min(entry.step for entry in entries))
+            self._known = self._numbers_known(least=min(line.step for line in lines))
         known, self._known = self._known, None
-        make = self._entities.Metric
         metrics = [
-            make(name, entry.metrics[name], when, step)
-            for entry in entries
-            for name, step, when in _numbers(entry)
+            self._entities.Metric(name, line.metrics[name], when, step)
+            for line in lines
+            for name, step, when in _numbers(line)
             if not {(name, step), (name, step, when)} & known
         ]
         for batch in _batches(metrics, METRICS_PER_CALL):
@@ -130,13 +142,43 @@ class MlflowTracker(Tracker):
             self._link_model(folder, model_tags)
 
     def file(self, path: Path, folder: str) -> None:
-        """A file, or a folder with all in it; some files also as a table for MLflow's pages."""
+        """A file, or a folder with all in it; some files also as a table for MLflow's pages.
+
+        A table is written whole: MLflow's own call for tables appends to one that is there.
+        """
         self.client.log_artifact(self._run_id, str(path), folder or None)
         if table := table_of(path):
             name = str(PurePosixPath(folder, f"{path.stem}.json"))
             self.client.log_dict(self._run_id, table, name)
-            tables = self.client.get_run(self._run_id).data.tags.get(TAG, "")
-            self.client.set_tag(self._run_id, TAG, with_table(tables, name))
+            tables = self.client.get_run(self._run_id).data.tags.get(TABLES_TAG, "")
+            self.client.set_tag(self._run_id, TABLES_TAG, with_table(tables, name))
+
+    def register(self, run_id: str, folder: Path, name: str, alias: str) -> tuple[str, bool]:
+        """Uploads a model's folder to its run and makes a version of it, unless there is one.
+
+        Returns the number of the version and whether it is new. The path is named by the content:
+        a longer training never writes over a version's files.
+        """
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        content = digest([[str(path.relative_to(folder)), fs.sha256_of(path)] for path in files])
+        at = f"{folder.name}-{content[:16]}"
+        source = f"{self.client.get_run(run_id).info.artifact_uri.rstrip('/')}/{at}"
+        known = self.client.search_model_versions(f"run_id = '{run_id}'")
+        found: Any = next((one for one in known if (one.name, one.source) == (name, source)), None)
+        is_new = found is None
+        if is_new:
+            self.client.log_artifacts(run_id, str(folder), at)
+            try:
+                self.client.create_registered_model(name)
+            except self._exceptions.MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+            found = self.client.create_model_version(
+                name, source, run_id=run_id, await_creation_for=0
+            )
+        if alias:
+            self.client.set_registered_model_alias(name, alias, str(found.version))
+        return str(found.version), is_new
 
     def _numbers_known(self, *, least: int) -> set[Number | Point]:
         """The numbers from step `least` on that the store has, and those whose step it has.
@@ -150,7 +192,7 @@ class MlflowTracker(Tracker):
             for point in self.client.get_metric_history(self._run_id, name)
             if point.step >= least
         }
-        logged = {one for entry in read_entries(self._metrics) for one in _numbers(entry)}
+        logged = {one for line in read_metrics(self._metrics) for one in _numbers(line)}
         return {*there, *((name, step) for name, step, _ in there - logged)}
 
     def _make_run(self, facts: RunFacts, experiment: str) -> str:
@@ -181,8 +223,6 @@ class MlflowTracker(Tracker):
                 found = self.client.get_experiment_by_name(name)
                 if found is None:
                     raise
-        if KIND_TAG not in found.tags:
-            self.client.set_experiment_tag(found.experiment_id, KIND_TAG, TRAINING_KIND)
         return str(found.experiment_id)
 
     def _find_run(self, experiment: str, key: str) -> str:
@@ -242,10 +282,10 @@ class MlflowTracker(Tracker):
         inputs = run.inputs.dataset_inputs if run.inputs else []
         by_context = {tag.value: one.dataset for one in inputs for tag in one.tags}
         data = by_context.get("evaluation") or by_context.get("training")
-        name, digest = (data.name, data.digest) if data else (None, None)
+        of_data = (data.name, data.digest) if data else (None, None)
         make = self._entities.Metric
         return [
-            make(key, point.value, point.timestamp, step, model_id, name, digest, self._run_id)
+            make(key, point.value, point.timestamp, step, model_id, *of_data, self._run_id)
             for key in sorted(run.data.metrics)
             if key.startswith(EVAL)
             for point in self.client.get_metric_history(self._run_id, key)
@@ -253,13 +293,40 @@ class MlflowTracker(Tracker):
         ]
 
 
+def table_of(path: Path) -> dict[str, Any] | None:
+    """The columns and rows of a file that MLflow's pages draw as a table; None of any other."""
+    if path.name == ANSWERS:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        columns = [*BESIDE, *sorted({*rows[0]} - {*BESIDE})] if rows else []
+    elif path.parent.name == EVALUATIONS and path.suffix == ".csv":
+        with path.open(newline="", encoding="utf-8") as source:
+            rows = [*csv.DictReader(source)]
+        columns = [*rows[0]] if rows else []
+        for row in rows:
+            for name in {*columns} - TEXTS:
+                number = float(row[name])
+                row[name] = number if math.isfinite(number) else None  # which JSON lacks
+    else:
+        return None
+    return {"columns": columns, "data": [[row[name] for name in columns] for row in rows]}
+
+
+def with_table(tag: str, file: str) -> str:
+    """The tag that names the tables of a run, with one more; the oldest go where all do not fit."""
+    entry = {"path": file, "type": "table"}
+    tables = [*(one for one in json.loads(tag or "[]") if one != entry), entry]
+    while len(text := json.dumps(tables)) > MAX_TAG:
+        tables = tables[1:]
+    return text
+
+
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
-def _numbers(entry: Entry) -> Iterator[Number]:
+def _numbers(line: MetricsLine) -> Iterator[Number]:
     """Each number of a line by its name, step and time."""
-    return ((name, entry.step, round(1000 * entry.time)) for name in entry.metrics)
+    return ((name, line.step, round(1000 * line.time)) for name in line.metrics)
 
 
 def _cut(text: str, limit: int) -> str:

@@ -23,9 +23,11 @@ class Progress:
         self._is_terminal = bool(
             stream and stream.isatty() and os.environ.get("TERM", "") != "dumb"
         )
-        self._meter: TaskProgress | None = None
         self._bar: Any = None
-        self._shown_at = 0.0
+        self._task = self._unit = ""  # empty: there is none
+        self._total: int | None = None
+        self._done = self._tokens = self._padding = 0
+        self._began_at = self._shown_at = 0.0
 
     def say(self, line: str) -> None:
         """Prints one line, above the bar if there is one."""
@@ -42,8 +44,9 @@ class Progress:
     def begin(self, task: str, *, total: int | None, unit: str) -> None:
         """Begins a task of so many units, where that is known."""
         self.end()
-        self._meter = TaskProgress(task, total, unit)
-        self._shown_at = time.monotonic()
+        self._task, self._total, self._unit = task, total, unit
+        self._done = self._tokens = self._padding = 0
+        self._began_at = self._shown_at = time.monotonic()
         if self._stream and self._is_terminal:
             with suppress(OSError):
                 self._bar = _rich_bar(self._stream)
@@ -52,25 +55,32 @@ class Progress:
                 self._bar.start()
                 self._bar.console.show_cursor(True)  # a killed process could not bring it back
         else:
-            self.say(self._meter.opening())
+            self.say(task if total is None else f"{task}: {total:,} {unit}")
 
     def advance(self, done: int, *, tokens: int = 0, padding: int = 0) -> None:
-        """Counts units that are done, and shows them now and then."""
+        """Counts units and tokens (padding included) that are done, and shows them now and then."""
         if not self._stream:
             return
-        assert self._meter, "a task must have begun"
-        self._meter.add(done, tokens, padding)
+        assert self._task, "a task must have begun"
+        self._done += done
+        self._tokens += tokens
+        self._padding += padding
         now = time.monotonic()
         if now - self._shown_at < (SECONDS_PER_FRAME if self._bar else SECONDS_PER_LINE):
             return
         self._shown_at = now
+        counted, speed = self._counted(), self._speed(now)
         if self._bar:
             with suppress(OSError):
-                shown = {"counted": self._meter.counted(), "speed": self._meter.speed()}
-                self._bar.update(self._bar.task_ids[0], completed=self._meter.done, **shown)
+                first = self._bar.task_ids[0]
+                self._bar.update(first, completed=self._done, counted=counted, speed=speed)
                 self._bar.refresh()
-        else:
-            self.say(self._meter.so_far())
+            return
+        left = ""
+        if self._total and 0 < self._done < self._total:
+            rest = (now - self._began_at) / self._done * (self._total - self._done)
+            left = f"{timedelta(seconds=round(rest))} left"
+        self.say(f"{self._task}: {', '.join(filter(None, (counted, speed, left)))}")
 
     def end(self) -> None:
         """Ends the task, and says how much was done."""
@@ -78,9 +88,27 @@ class Progress:
             with suppress(OSError):
                 self._bar.stop()
         self._bar = None
-        if self._meter:
-            self.say(self._meter.closing())
-        self._meter = None
+        if self._task:
+            now = time.monotonic()
+            is_whole = self._done == self._total
+            counted = f"{self._done:,} {self._unit}" if is_whole else self._counted()
+            took = f"{counted} in {timedelta(seconds=round(now - self._began_at))}"
+            self.say(f"{self._task}: {', '.join(filter(None, (took, self._speed(now))))}")
+        self._task = ""
+
+    def _counted(self) -> str:
+        """The done count, of the total."""
+        if not self._total:
+            return f"{self._done:,} {self._unit}"
+        part = self._done / self._total
+        return f"{self._done:,} of {self._total:,} {self._unit} ({part:.0%})"
+
+    def _speed(self, now: float) -> str:
+        """Tokens per second and the share of padding, if any; empty before the first token."""
+        if not self._tokens:
+            return ""
+        speed = f"{self._tokens / max(now - self._began_at, 1e-9):,.0f} tokens/s"
+        return f"{speed}, {self._padding / self._tokens:.1%} padding" if self._padding else speed
 
 
 def _rich_bar(stream: TextIO) -> Any:
@@ -105,53 +133,3 @@ def _plain(text: str, stream: TextIO) -> str:
     shown = " ".join(safe(text).split("\n")).replace("\t", " ")
     encoding = stream.encoding or "utf-8"
     return shown.encode(encoding, "backslashreplace").decode(encoding)
-
-
-class TaskProgress:
-    """Counters of one task, in words."""
-
-    def __init__(self, task: str, total: int | None, unit: str) -> None:
-        self.task, self.total, self.unit = task, total, unit
-        self.done = 0
-        self._tokens = self._padding = 0  # run through the model, padding included
-        self._started = time.monotonic()
-
-    def add(self, done: int, tokens: int, padding: int) -> None:
-        """Counts so many more."""
-        self.done += done
-        self._tokens += tokens
-        self._padding += padding
-
-    def opening(self) -> str:
-        """The task and its size."""
-        return self.task if self.total is None else f"{self.task}: {self.total:,} {self.unit}"
-
-    def so_far(self) -> str:
-        """The progress so far, and the time left."""
-        parts = [self.counted(), self.speed()]
-        if self.total and 0 < self.done < self.total:
-            rest = self._seconds() / self.done * (self.total - self.done)
-            parts.append(f"{timedelta(seconds=round(rest))} left")
-        return f"{self.task}: {', '.join(filter(None, parts))}"
-
-    def closing(self) -> str:
-        """The total, and the time it took."""
-        counted = self.counted() if self.done != self.total else f"{self.done:,} {self.unit}"
-        took = f"{counted} in {timedelta(seconds=round(self._seconds()))}"
-        return f"{self.task}: {', '.join(filter(None, (took, self.speed())))}"
-
-    def counted(self) -> str:
-        """The done count, of the total."""
-        if not self.total:
-            return f"{self.done:,} {self.unit}"
-        return f"{self.done:,} of {self.total:,} {self.unit} ({self.done / self.total:.0%})"
-
-    def speed(self) -> str:
-        """Tokens per second and the share of padding, if any; empty before the first token."""
-        if not self._tokens:
-            return ""
-        speed = f"{self._tokens / max(self._seconds(), 1e-9):,.0f} tokens/s"
-        return f"{speed}, {self._padding / self._tokens:.1%} padding" if self._padding else speed
-
-    def _seconds(self) -> float:
-        return time.monotonic() - self._started

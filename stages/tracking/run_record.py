@@ -1,44 +1,34 @@
-"""The record of a run: `run.json`, and in `sent.json` how much of it each tracker has.
+"""The record of a run on disk: `run.json`, and in `sent.json` how much of it each tracker has.
 
-The metrics are in metrics.jsonl. A training has these files in its own folder; any other run has
+The numbers are in metrics.jsonl. A training has these files in its own folder; any other run has
 a folder in the outbox of the cache or sweep that it makes, until every tracker has all of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ...schemas.config import TrackingOptions
-from ...schemas.errors import StorageError, UsageError, log_failure
+from ...schemas.errors import UsageError, log_failure
 from ...schemas.json_codec import CodecError, from_json, to_json
-from ...schemas.safe_text import is_plain_path, redacted
 from ..storage.disk import fs
-from ..storage.disk.lines import line_start
-from ..storage.disk.locks import try_owner_lock
 from ..storage.output_folder import make_place
 from ..storage.records import Records
 from ..storage.run.run_folder import RunFolder
-from .journal import read_entries
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 OUTBOX = "_align/outbox"  # in the folder of a cache or sweep
 COPIES = "_align/artifacts"  # of files from elsewhere that a run logs
 OUTBOX_NAME = re.compile(r"[0-9]{13}-[0-9a-f]{8}")  # sorts by time
-KEY = re.compile(r"[0-9a-f]{16}")  # of a run
-
-# They name the experiment where the settings do not.
-EXPERIMENT_VARIABLES = {"mlflow": "MLFLOW_EXPERIMENT_NAME", "wandb": "WANDB_PROJECT"}
 
 KEY_TAG = "align.run_key"  # finds a run whose id the store never returned
 PARENT_TAG = "align.parent"  # the key of the run that a run belongs to
@@ -49,6 +39,14 @@ ROUNDS_TAG = "align.rounds"  # likewise the folder of rounds
 TRIAL_TAG = "align.trial"  # the name of a training in its sweep
 ROUND_TAG = "align.round"  # the number of a round
 SIGNS_TAG = "align.stands_out"  # the warnings about a training, or "nothing"
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where a tracker keeps a run."""
+
+    address: str  # without secrets
+    experiment: str = "align"
 
 
 @dataclass(frozen=True)
@@ -63,30 +61,24 @@ class Dataset:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """All that a tracker is sent of a run but its metrics."""
+    """The content of run.json: all that a tracker is sent of a run but its metrics."""
 
-    key: str
-    name: str
-    experiment: str  # as the settings name it
-    began_ms: int
+    key: str = ""
+    name: str = ""
+    began_ms: int = 0
     ended_ms: int = 0
     status: str = ""  # empty while it runs
     description: str = ""  # Markdown
-    trackers: dict[str, str] = field(default_factory=dict)  # each with its address, no secrets
+    stores: dict[str, Store] = field(default_factory=dict)  # by tracker
     params: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     datasets: tuple[Dataset, ...] = ()
     files: dict[str, int] = field(default_factory=dict)  # path, and when it was logged
     models: dict[str, dict[str, str]] = field(default_factory=dict)  # path, and tags
-    experiments: dict[str, str] = field(default_factory=dict)  # of trackers, by the environment
 
     def data(self) -> dict[str, str]:
         """Its data sets in words, by digest."""
         return {one.digest: f"{one.name}, {one.context}, {one.source}" for one in self.datasets}
-
-    def experiment_in(self, tracker: str) -> str:
-        """What the experiment is called in a tracker; the same from every shell."""
-        return self.experiments.get(tracker, self.experiment)
 
 
 @dataclass(frozen=True)
@@ -101,9 +93,8 @@ class Sent:
 
 @dataclass(frozen=True)
 class SentFile:
-    """The content of sent.json; it is ignored if the run has another key."""
+    """The content of sent.json."""
 
-    key: str
     trackers: dict[str, Sent]
 
 
@@ -119,23 +110,29 @@ FACTS = Records(
 class RunRecord:
     """run.json and sent.json of a run; its owner writes both, a thread per tracker the second."""
 
-    def __init__(self, folder: RunFolder, facts: RunFacts) -> None:
+    def __init__(self, folder: RunFolder, facts: RunFacts, *, is_kept: bool = True) -> None:
         self.folder = folder
         self.facts = facts
-        self._lock = threading.Lock()
+        self._is_kept = is_kept  # else nothing is written
         self._sent: dict[str, Sent] = {}
-        with suppress(FileNotFoundError, CodecError):  # lost: all is sent again
-            kept = from_json(SentFile, folder.sent.read_bytes())
-            if kept.key == facts.key:
-                self._sent = kept.trackers
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def new(folder: RunFolder, name: str) -> RunRecord:
+        """The record of a run that begins; it is written with the first change."""
+        fs.unlink(folder.sent)  # it may be of a record that somebody has removed
+        return RunRecord(folder, RunFacts(secrets.token_hex(8), name, now_ms()))
 
     @staticmethod
     def find(folder: RunFolder) -> RunRecord | None:
         """The record of a run, if it has one."""
         facts = FACTS.find(folder.run_record)
-        if facts and not KEY.fullmatch(facts.key):  # a part of names of files that are removed
-            raise FACTS.damaged(folder.run_record, f"key: {facts.key!r:.60} is not a key")
-        return RunRecord(folder, facts) if facts else None
+        if facts is None:
+            return None
+        record = RunRecord(folder, facts)
+        with suppress(FileNotFoundError, CodecError):  # lost: all is sent again
+            record._sent = from_json(SentFile, folder.sent.read_bytes()).trackers
+        return record
 
     @staticmethod
     def read(folder: RunFolder) -> RunRecord:
@@ -150,9 +147,9 @@ class RunRecord:
     def change(self, **values: Any) -> None:
         """Replaces facts, durably."""
         facts = dataclasses.replace(self.facts, **values)
-        if facts != self.facts or not self.folder.run_record.exists():
+        if self._is_kept and (facts != self.facts or not self.folder.run_record.exists()):
             FACTS.replace(self.folder.run_record, facts)
-            self.facts = facts
+        self.facts = facts
 
     def sent(self, tracker: str) -> Sent:
         """What a tracker has."""
@@ -163,74 +160,50 @@ class RunRecord:
         with self._lock:
             if sent != self._sent.get(tracker):
                 self._sent = {**self._sent, tracker: sent}
-                kept = SentFile(self.facts.key, self._sent)
-                fs.publish(self.folder.sent, to_json(kept).encode())
+                fs.publish(self.folder.sent, to_json(SentFile(self._sent)).encode())
 
     def unsent_files(self, sent: Sent) -> Iterator[tuple[str, int]]:
         """The files of the run that a tracker does not have as they were last logged."""
         for name, logged in self.facts.files.items():
-            if sent.files.get(name) != logged and self._is_own(name):
+            if sent.files.get(name) != logged and (self.folder.root / name).exists():
                 yield name, logged
-
-    def _is_own(self, name: str) -> bool:
-        """Whether the run has this file or folder; a record from elsewhere may name any other."""
-        root, path = self.folder.root.resolve(), self.folder.root / name
-        if not is_plain_path(name) or not path.exists() or path.resolve() != root / name:
-            return False
-        return not any(one.is_symlink() for one in path.rglob("*"))
-
-    def is_sent(self, tracker: str) -> bool:
-        """Whether a tracker has all of a run that has ended."""
-        sent = self.sent(tracker)
-        if not self.facts.status or sent.status != self.facts.status:
-            return False
-        # A torn last line, or one that nobody can read, is never sent.
-        metrics, start = self.folder.metrics, sent.offset
-        if line_start(metrics, start) != start or [*read_entries(metrics, start)]:
-            return False
-        return not [*self.unsent_files(sent)]
-
-    def send_to(self, addresses: Mapping[str, str]) -> None:
-        """Adds trackers; one whose address changed has nothing there yet."""
-        for tracker, address in addresses.items():
-            if self.facts.trackers.get(tracker, address) != address:
-                self.keep_sent(tracker, Sent())
-        self.change(trackers={**self.facts.trackers, **addresses})
-
-    def cut_back(self, size: int) -> None:
-        """Follows metrics.jsonl after it was cut back to so many bytes."""
-        for tracker, sent in self._sent.items():
-            self.keep_sent(tracker, dataclasses.replace(sent, offset=min(sent.offset, size)))
-
-    def replace_run(self, numbers: str, *, keeps_facts: bool) -> None:
-        """Begins another run for trackers, since the numbers of this one would be other ones."""
-        before = self.facts
-        facts = before if keeps_facts else RunFacts("", before.name, before.experiment, now_ms())
-        self.facts = dataclasses.replace(
-            facts,
-            key=secrets.token_hex(8),
-            trackers=before.trackers,
-            experiments=before.experiments,
-            tags={**facts.tags, REPLACES_TAG: before.key, NUMBERS_TAG: numbers},
-        )
-        FACTS.replace(self.folder.run_record, self.facts)
-        self._sent = {}  # sent.json has the key before
 
     def log_file(self, path: Path) -> None:
         """Adds a file or folder of the run, or marks it as changed."""
         name = path.relative_to(self.folder.root.absolute()).as_posix()
         self.change(files={**self.facts.files, name: time.time_ns()})
 
+    def is_sent(self, tracker: str) -> bool:
+        """Whether a tracker has all of a run that has ended."""
+        sent = self.sent(tracker)
+        has_ended = bool(self.facts.status) and sent.status == self.facts.status
+        return has_ended and not [*self.unsent_files(sent)]
 
-def new_facts(options: TrackingOptions, name: str) -> RunFacts:
-    """The facts of a run that begins, under this name or that of the settings."""
-    called, experiment = redacted(options.run_name or name), redacted(options.experiment)
-    named = {}
-    if options.experiment == TrackingOptions().experiment:
-        named = {name: os.environ.get(one, "") for name, one in EXPERIMENT_VARIABLES.items()}
-    experiments = {name: redacted(one) for name, one in named.items() if one}
-    key = secrets.token_hex(8)
-    return RunFacts(key, called, experiment, began_ms=now_ms(), experiments=experiments)
+    def add_stores(self, stores: Mapping[str, Store]) -> None:
+        """Adds trackers; one whose store changed has nothing there yet."""
+        for tracker, store in stores.items():
+            if self.facts.stores.get(tracker, store).address != store.address:
+                self.keep_sent(tracker, Sent())
+        self.change(stores={**self.facts.stores, **stores})
+
+    def resume(self) -> None:
+        """The run goes on, after metrics.jsonl was cut back to what a checkpoint knows."""
+        size = self.folder.metrics.stat().st_size
+        for tracker, sent in self._sent.items():
+            offset = min(sent.offset, size)
+            self.keep_sent(tracker, dataclasses.replace(sent, offset=offset, status=""))
+        self.change(status="", ended_ms=0)
+
+    def replace_run(self, numbers: str, *, keeps_facts: bool) -> None:
+        """Begins another run for trackers, since the numbers of this one would be other ones."""
+        before, kept = self.facts, self.facts
+        if not keeps_facts:
+            kept = RunFacts(name=before.name, began_ms=now_ms(), stores=before.stores)
+        fs.unlink(self.folder.sent)  # first: what it says is of the run before
+        self._sent = {}
+        tags = {**kept.tags, REPLACES_TAG: before.key, NUMBERS_TAG: numbers}
+        self.facts = dataclasses.replace(kept, key=secrets.token_hex(8), tags=tags)
+        FACTS.replace(self.folder.run_record, self.facts)
 
 
 def now_ms() -> int:
@@ -241,48 +214,27 @@ def now_ms() -> int:
 def new_outbox_folder(home: Path) -> RunFolder:
     """Makes the folder of a run in the outbox of a cache or sweep."""
     folder = RunFolder(home / OUTBOX / f"{now_ms():013d}-{secrets.token_hex(4)}")
-    for tries_left in (2, 1, 0):
-        try:
-            make_place(folder.root, folder.private)
-            break
-        except StorageError:  # another process may have removed the outbox, which was empty
-            if not tries_left:
-                raise
+    make_place(folder.root, folder.private)
     return folder
+
+
+def outbox_folders(home: Path) -> list[RunFolder]:
+    """The folders in an outbox, the oldest first; a process that was killed may have left one."""
+    found = home.glob(f"{OUTBOX}/*")
+    return [RunFolder(path) for path in sorted(found) if OUTBOX_NAME.fullmatch(path.name)]
 
 
 def unsent_runs(home: Path) -> list[RunFolder]:
     """The runs in an outbox, the oldest first; another process may own them."""
-    return [folder for folder in _outbox_folders(home) if folder.run_record.exists()]
+    return [folder for folder in outbox_folders(home) if folder.run_record.exists()]
 
 
-def remove_remnants(home: Path) -> None:
-    """Removes folders that a kill left without a record; a process may be about to write one."""
-    for folder in _outbox_folders(home):
-        if not folder.run_record.exists():
-            with log_failure("What an earlier run left in the outbox stays"), ExitStack() as stack:
-                is_made = folder.private.is_dir()
-                if not is_made or stack.enter_context(try_owner_lock(folder.root, "outbox")):
-                    fs.remove_tree(folder.root)
-
-
-def remove_sent(records: Sequence[RunRecord], *, is_alone: bool) -> None:
-    """Removes runs from their outbox that all trackers have; no lock in them may be held.
-
-    A process that is alone in the folder of the outbox removes that as well once it is empty.
-    """
-    for record in records:
-        with log_failure("A run that was sent whole stays in the outbox"):
-            if all(map(record.is_sent, record.facts.trackers)):
-                fs.unlink(record.folder.run_record)
-                fs.fsync(record.folder.private)
-                fs.remove_tree(record.folder.root)
-                if is_alone:
-                    with suppress(OSError):  # it holds the run of another process
-                        record.folder.root.parent.rmdir()
-
-
-def _outbox_folders(home: Path) -> list[RunFolder]:
-    outbox = home / OUTBOX
-    found = outbox.iterdir() if outbox.is_dir() else ()
-    return [RunFolder(path) for path in sorted(found) if OUTBOX_NAME.fullmatch(path.name)]
+def remove_sent(folder: RunFolder) -> None:
+    """Removes a run from its outbox if all trackers have it; no lock in it may be held."""
+    with log_failure("A run that was sent whole stays in the outbox"):
+        record = RunRecord.find(folder)
+        if record is None:  # a process was killed before it wrote one
+            fs.remove_tree(folder.root)
+        elif all(map(record.is_sent, record.facts.stores)):
+            FACTS.drop(folder.run_record)
+            fs.remove_tree(folder.root)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...schemas.config import TrackingOptions
-from .journal import Entry, read_entries
+from .metrics_log import MetricsLine, read_metrics
 from .run_record import RunFacts, Sent
 from .tracker import Tracker, typed
 
@@ -46,24 +46,20 @@ class TensorboardTracker(Tracker):
         """Begins a file of events, from the last step on that may be there already."""
         if self._writer:
             self._writer.close()
-        before = [entry for entry in read_entries(metrics) if entry.end <= sent.offset]
+        before = [line for line in read_metrics(metrics) if line.end <= sent.offset]
         step = before[-1].step if before else 0
         # Lines are hidden by their step, so all lines of that step are sent again.
-        offset = 0
-        for entry in before:
-            if entry.step >= step:
-                break
-            offset = entry.end
+        offset = max((line.end for line in before if line.step < step), default=0)
         run_id = f"{re.sub(r'[^A-Za-z0-9_.]+', '-', facts.name).strip('-.')[:100]}-{facts.key}"
         folder = str(Path(self.address) / run_id)
         self._writer = self._library.SummaryWriter(folder, purge_step=step)
         return Sent(run_id, offset, sent.files)
 
-    def log(self, entries: Sequence[Entry]) -> None:
+    def log(self, lines: Sequence[MetricsLine]) -> None:
         """Every number, at its step and time."""
-        for entry in entries:
-            for name, value in entry.metrics.items():
-                self._writer.add_scalar(name, value, entry.step, walltime=entry.time)
+        for line in lines:
+            for name, value in line.metrics.items():
+                self._writer.add_scalar(name, value, line.step, walltime=line.time)
         self._writer.flush()
 
     def label(self, facts: RunFacts) -> None:

@@ -1,24 +1,28 @@
 """Trackers: what each does for a run, and the table of those that there are.
 
-All that a tracker is given is on disk first (`run_record.py`, `journal.py`), so a store that is
-down costs a warning, never a run.
+All that a tracker is given is on disk first (`run_record.py`, `metrics_log.py`), so a store that
+is down costs a warning, never a run.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import cast
 
 from ...schemas.config import TrackingOptions
 from ...schemas.errors import UsageError
 from ...schemas.safe_text import bare_address
-from .journal import Entry
+from .metrics_log import MetricsLine
 from .run_record import RunFacts, Sent
 
 # Each by its name and its file here, whose TRACKER is imported when a run is recorded.
@@ -34,12 +38,17 @@ class Tracker:
     """One run in one store. A call that is repeated, by this or a later process, adds nothing.
 
     A thread makes the calls; one that raises is made again later, after `begin`. Importing its
-    file imports no library; `__init__` imports it, inside `quiet`, and asks the store nothing.
+    file imports no library; `__init__` imports it, and asks the store nothing.
     """
 
     title = ""  # in messages
     named_by = ""  # the settings that `address_of` reads, for messages
     library = ""  # a package that must be installed; the extra of the tracker's name has it
+    experiment_variable = ""  # names the experiment where the settings do not
+    # To keep the library quiet: variables that are set unless the user has set them, and
+    # packages that log and warn of nothing but errors.
+    environment: Mapping[str, str] = MappingProxyType({})
+    noisy: tuple[str, ...] = ()
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -54,11 +63,6 @@ class Tracker:
         """The address without secrets, and the same from every folder."""
         return bare_address(address) if "://" in address else str(Path(address).absolute())
 
-    @staticmethod
-    def quiet() -> AbstractContextManager[object]:
-        """Keeps the library quiet; the main thread enters it, before the import."""
-        return nullcontext()
-
     def has(self, facts: RunFacts, run_id: str) -> bool:
         """Whether the store still has a run that it was sent."""
         raise NotImplementedError
@@ -70,7 +74,7 @@ class Tracker:
         """
         raise NotImplementedError
 
-    def log(self, entries: Sequence[Entry]) -> None:
+    def log(self, lines: Sequence[MetricsLine]) -> None:
         """Lines of metrics.jsonl, in their order."""
         raise NotImplementedError
 
@@ -86,9 +90,12 @@ class Tracker:
 
 
 def tracker_of(name: str) -> type[Tracker]:
-    """The tracker of that name; a record from elsewhere may name one that there is not here."""
+    """The tracker of that name; a record of another install may name one that is not here."""
     if name not in TRACKERS:
-        raise UsageError(f"{name!r:.60} is none of the trackers here: {', '.join(TRACKERS)}.")
+        raise UsageError(
+            f"{name!r:.60} is none of the trackers here: {', '.join(TRACKERS)}. Name one of them "
+            "in tracking.trackers, or several with commas between."
+        )
     module = import_module(f".{TRACKERS[name]}", __package__)
     return cast("type[Tracker]", module.TRACKER)
 
@@ -102,11 +109,6 @@ def wanted(options: TrackingOptions) -> list[str]:
 def require_trackers(options: TrackingOptions) -> None:
     """Refuses an unknown tracker, and one whose library is not installed."""
     for name in wanted(options):
-        if name not in TRACKERS:
-            raise UsageError(
-                f"tracking.trackers: {name!r:.60} is none of {', '.join(TRACKERS)}. Name one of "
-                "them, or several with commas between."
-            )
         library = tracker_of(name).library
         spec = find_spec(library) if library else None
         # A folder of that name, as a run may have one here, looks like a package without a file.
@@ -132,6 +134,31 @@ def addresses(options: TrackingOptions, home: Path) -> Mapping[str, str]:
                 "or leave the tracker out."
             )
     return found
+
+
+@contextmanager
+def quiet(name: str) -> Iterator[None]:
+    """Keeps a tracker's library quiet while the block runs, in every thread.
+
+    The thread that works enters and leaves it, before the import: filters of warnings belong to
+    the whole process.
+    """
+    tracker = tracker_of(name)
+    unset = [one for one in tracker.environment if one not in os.environ]
+    loggers = [one for one in map(logging.getLogger, tracker.noisy) if one.level == logging.NOTSET]
+    with warnings.catch_warnings():
+        for package in tracker.noisy:
+            warnings.filterwarnings("ignore", module=package)
+        os.environ.update({one: tracker.environment[one] for one in unset})
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger in loggers:
+                logger.setLevel(logging.NOTSET)
+            for one in unset:
+                os.environ.pop(one, None)
 
 
 def typed(text: str) -> str | float | bool:

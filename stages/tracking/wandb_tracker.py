@@ -8,36 +8,24 @@ import netrc
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlparse
 
 from ...schemas.config import TrackingOptions
 from ..storage.disk import fs
-from .journal import Entry
+from .metrics_log import MetricsLine
 from .run_record import GROUP_TAG, ROUNDS_TAG, RunFacts, Sent
 from .tracker import Tracker, typed
 
 FOLDER = "wandb"  # in the folder of the run, or in WANDB_DIR; wandb names it so
 FILES = "align"  # among the files of the run, whose config.yaml is W&B's own
-REPORTING = "WANDB_ERROR_REPORTING"
 INIT_SECONDS, FINISH_SECONDS = 15.0, 30.0  # of a server that does not answer
 FLUSH_SECONDS = 1.0  # `wandb beta sync --live` reads what is flushed
 OPEN_RUNS: dict[str, Any] = {}  # wandb's objects by key: one process cannot open a run twice
-
-
-@contextmanager
-def _without_reports() -> Iterator[None]:
-    """Keeps wandb from reporting its use and its errors, unless somebody has asked for it."""
-    is_unset = REPORTING not in os.environ
-    os.environ.setdefault(REPORTING, "false")
-    try:
-        yield
-    finally:
-        if is_unset:
-            os.environ.pop(REPORTING, None)
 
 
 class WandbTracker(Tracker):
@@ -46,7 +34,8 @@ class WandbTracker(Tracker):
     title = "Weights & Biases"
     named_by = "the folder wandb of the run or of WANDB_DIR; WANDB_MODE must not be disabled"
     library = "wandb"
-    quiet = staticmethod(_without_reports)
+    experiment_variable = "WANDB_PROJECT"
+    environment = MappingProxyType({"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"})
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
@@ -98,17 +87,20 @@ class WandbTracker(Tracker):
             x_transaction_log_flush_interval=FLUSH_SECONDS,
         )
         Path(self.address).mkdir(parents=True, exist_ok=True)
-        self._run = self._wandb.init(
-            id=facts.key,
-            resume="allow" if _mode() == "online" else None,
-            project=_project(facts),
-            name=facts.name or None,
-            group=Path(group).name or None,
-            job_type=facts.tags.get("align.stage") or None,
-            notes=facts.description or None,
-            settings=settings,
-            reinit="create_new",  # beside a run that somebody else has open here
-        )
+        try:
+            self._run = self._wandb.init(
+                id=facts.key,
+                resume="allow" if _mode() == "online" else None,
+                project=re.sub(r"[/\\#?%:]", "-", facts.stores["wandb"].experiment)[:128],
+                name=facts.name or None,
+                group=Path(group).name or None,
+                job_type=facts.tags.get("align.stage") or None,
+                settings=settings,
+                reinit="create_new",  # beside a run that somebody else has open here
+            )
+        except Exception:
+            self._wandb.teardown()  # its service would take the run for one that is in use
+            raise
         OPEN_RUNS[facts.key] = self._run
         self._run.define_metric("*", step_metric="step")
         self._step, self._first_step = -1, self._run.starting_step
@@ -116,12 +108,12 @@ class WandbTracker(Tracker):
         # what was noted as sent may only have waited in a process that was killed.
         return Sent(facts.key)
 
-    def log(self, entries: Sequence[Entry]) -> None:
+    def log(self, lines: Sequence[MetricsLine]) -> None:
         """A row for each line. The server drops a row whose own step does not rise."""
-        for entry in entries:
-            self._step = max(self._step + 1, 4 * entry.step + 2 * entry.is_eval)
+        for line in lines:
+            self._step = max(self._step + 1, 4 * line.step + 2 * line.is_eval)
             if self._step >= self._first_step:
-                row = {**entry.metrics, "step": entry.step, "_timestamp": entry.time}
+                row = {**line.metrics, "step": line.step, "_timestamp": line.time}
                 self._run.log(row, step=self._step, commit=True)
 
     def label(self, facts: RunFacts) -> None:
@@ -130,21 +122,21 @@ class WandbTracker(Tracker):
         params = {name: typed(value) for name, value in facts.params.items()}
         config = {**params, FILES: {**own, "models": facts.models}}
         self._run.config.update(config, allow_val_change=True)
-        if facts.description and not self._run.notes:
+        if facts.description and not self._run.notes:  # else they may have been edited there
             self._run.notes = facts.description
 
     def file(self, path: Path, folder: str) -> None:
         """A copy among the files of the run, which takes no room where there can be links."""
-        target = Path(self._run.dir) / FILES / folder / path.name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            fs.remove_tree(target)
-            shutil.copytree(path, target, copy_function=_copy)
-        else:
-            _copy(path, target)
-        for file in [target] if target.is_file() else [*target.rglob("*")]:
-            if file.is_file():
-                self._run.save(glob.escape(str(file)), base_path=self._run.dir, policy="now")
+        for source in [path] if path.is_file() else sorted(path.rglob("*")):
+            if source.is_file():
+                target = Path(self._run.dir, FILES, folder, source.relative_to(path.parent))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.unlink(missing_ok=True)
+                try:
+                    os.link(source, target)
+                except OSError:
+                    shutil.copyfile(source, target)
+                self._run.save(glob.escape(str(target)), base_path=self._run.dir, policy="now")
 
     def close(self, facts: RunFacts) -> None:
         """Ends the run; W&B knows only runs that finished and that failed."""
@@ -174,20 +166,6 @@ def _mode() -> str:
         if netrc.netrc(os.environ.get("NETRC")).authenticators(server):
             return "online"
     return "online" if os.environ.get("WANDB_API_KEY") else "offline"
-
-
-def _project(facts: RunFacts) -> str:
-    """The name of the project as wandb takes it."""
-    return re.sub(r"[/\\#?%:]", "-", facts.experiment_in("wandb"))[:128]
-
-
-def _copy(path: Path | str, target: Path | str) -> None:
-    """A second name of the file, or a copy where it can have none."""
-    Path(target).unlink(missing_ok=True)
-    try:
-        os.link(path, target, follow_symlinks=False)
-    except OSError:
-        shutil.copyfile(path, target)
 
 
 TRACKER = WandbTracker

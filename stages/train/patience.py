@@ -10,7 +10,7 @@ from ...schemas.checkpoint import Best
 from ...schemas.errors import UsageError, closest, did_you_mean
 from ...schemas.train_options import TrainOptions
 from ..storage.run.checkpoints import wanted
-from ..tracking.journal import EVAL
+from ..tracking.metrics_log import EVAL
 
 
 def with_evaluation(

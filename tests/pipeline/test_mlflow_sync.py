@@ -1,18 +1,17 @@
 """What a store that is down, dead, deaf or slow costs training, and how it learns the rest."""
 
 import socket
-from dataclasses import replace
 
 import pytest
 
-from align.pipeline.jobs.tracker_sync import own_options
 from align.schemas.checkpoint import Ending, RunIdentity
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import LockedError, StorageError, UsageError
 from align.stages.storage.disk.locks import owner_lock
-from align.stages.storage.run.run_folder import ENDINGS, RunFolder
-from align.stages.tracking import journal, journaled_run, mlflow_tracker, uploader
-from align.stages.tracking.journal import open_journal
+from align.stages.storage.run.run_folder import ENDINGS
+from align.stages.tracking import metrics_log
+from align.stages.tracking import run as tracking
+from align.stages.tracking.metrics_log import MetricsLog
 from align.stages.tracking.run_record import RunRecord
 from support.mlflow_runs import id_of, new_record, run_of, stored, warnings_in
 from support.patience import wait_until
@@ -34,10 +33,8 @@ FINISHED = Ending("finished", STEPS, STEPS, RunIdentity("cafe", 1, 0, {}, {}), (
 
 def held_nothing_up(entered):
     """No step asked the store, waited for the thread that does, or took what that one holds."""
-    of_the_thread = {module.__name__ for module in (uploader, mlflow_tracker)}
     libraries = {"http", "mlflow", "queue", "requests", "socket", "sqlalchemy", "threading"}
-    assert journal.__name__ in entered
-    assert not entered & of_the_thread
+    assert metrics_log.__name__ in entered
     assert not {name.partition(".")[0] for name in entered} & (libraries | {"urllib3"})
 
 
@@ -49,7 +46,7 @@ def end(run, status="FINISHED"):
 
 def synced_exactly(folder, **where):
     """Sends the rest; doing it again changes nothing."""
-    own = TrackingOptions(uri=RunRecord.read(folder).facts.trackers["mlflow"])
+    own = TrackingOptions(uri=RunRecord.read(folder).facts.stores["mlflow"].address)
     first = sync_run(folder.root, own, **where)
     assert stored(first.uri, first.run_id) == journalled(folder.root)
     told = run_of(first.uri, first.run_id)
@@ -68,7 +65,7 @@ def test_a_store_that_is_slow_or_deaf_holds_nothing_up_and_learns_all_later(
     folder = run_folder(tmp_path)
     mlflow_server.slow_down(2)
     with socket.create_server(("127.0.0.1", 0), backlog=64) as deaf, monkeypatch.context() as short:
-        short.setitem(journaled_run.WAIT_SECONDS, "FINISHED", 1.0)
+        short.setitem(tracking.WAIT_SECONDS, "FINISHED", 1.0)
         address = mlflow_server.uri
         if is_deaf:
             short.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
@@ -93,8 +90,8 @@ def test_a_store_that_is_slow_or_deaf_holds_nothing_up_and_learns_all_later(
 def test_a_server_that_comes_back_is_told_what_it_missed_and_one_that_dies_only_the_rest(
     tmp_path, mlflow_server, caplog, monkeypatch
 ):
-    monkeypatch.setattr(uploader, "SECONDS_PER_TICK", 0.05)
-    monkeypatch.setattr(uploader, "RETRY_SECONDS", 0.2)
+    monkeypatch.setattr(tracking, "SECONDS_PER_TICK", 0.05)
+    monkeypatch.setattr(tracking, "RETRY_SECONDS", 0.2)
     folder = run_folder(tmp_path)
     run = begin(folder, mlflow_server.uri)
     wait_until(lambda: id_of(run))
@@ -130,7 +127,7 @@ def planted(tmp_path, store, **facts):
     """Somebody else's folder, which no store has heard of."""
     folder = run_folder(tmp_path)
     folder.prepare()
-    log = open_journal(folder.metrics)
+    log = MetricsLog(folder.metrics)
     log.append({"loss": 0.5}, step=1)
     log.close()
     new_record(folder, store, **facts)
@@ -163,26 +160,3 @@ def test_a_folder_does_not_decide_where_data_go(tmp_path, mlflow_server, monkeyp
     own = TrackingOptions(uri=mlflow_server.uri.replace("://", "://me:word@"))
     assert sync_run(folder.root, own).uri == mlflow_server.uri
     sync_run(folder.root, TrackingOptions(uri="sqlite:///mine.db"), uri=mlflow_server.uri)
-
-
-def test_a_config_in_the_run_itself_is_not_the_users(tmp_path, monkeypatch):
-    run = RunFolder(tmp_path / "run")
-    run.prepare()
-    (run.root / "align.yaml").write_text("tracking:\n  uri: http://theirs\n")
-    (run.private / "align.yaml").write_text("tracking:\n  uri: http://theirs\n")
-    for inside in (run.root, run.private):
-        monkeypatch.chdir(inside)
-        with refuses(UsageError, inside / "align.yaml", "--config"):
-            own_options(run.root, None)
-    monkeypatch.chdir(tmp_path)
-    assert own_options(run.root, None) == TrackingOptions()
-
-
-def test_a_run_of_the_store_is_not_taken_over_by_a_folder_that_names_it(tmp_path, uri):
-    mine = begin(RunFolder(tmp_path / "mine"), uri)
-    end(mine)
-    theirs = planted(tmp_path, uri, status="FAILED")
-    record = RunRecord.read(theirs)
-    record.keep_sent("mlflow", replace(record.sent("mlflow"), run_id=id_of(mine)))
-    assert sync_run(theirs.root, TrackingOptions(uri=uri)).run_id != id_of(mine)
-    assert run_of(uri, id_of(mine)).info.status == "FINISHED"

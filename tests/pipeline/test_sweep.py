@@ -18,6 +18,7 @@ from align.schemas.train_options import TrainOptions
 from align.stages.storage.cache import Cache
 from align.stages.storage.output_folder import OutputFolder
 from align.stages.storage.run.run_folder import RunFolder
+from align.stages.tracking.run_record import unsent_runs
 from support.command import align
 from support.mlflow_runs import open_store
 from support.refusals import refuses
@@ -231,7 +232,7 @@ def test_a_sweep_that_was_stopped_in_any_way_goes_on_where_it_stopped(try_out, t
     runs = open_store(uri).search_runs(["1"], order_by=["attributes.start_time"])
     statuses = [run.info.status for run in runs if run.data.tags["align.stage"] == "sweep"]
     assert statuses == ["KILLED", "KILLED", "FINISHED"]
-    assert not (folder / "_align" / "outbox").exists()
+    assert not unsent_runs(folder)
 
 
 def test_ranks_that_end_at_a_failing_run_keep_what_was_done(try_out, tmp_path):

@@ -13,7 +13,7 @@ from align.schemas.config import TrackingOptions
 from align.schemas.errors import CorruptionError, UsageError
 from align.stages.storage.cache_work import CacheWork
 from align.stages.storage.disk.fs import sha256_of
-from align.stages.tracking import journaled_run
+from align.stages.tracking import run as tracking
 from align.stages.tracking.run_record import RunRecord, new_outbox_folder, unsent_runs
 from support.mlflow_runs import new_record, open_store, the_run, warnings_in
 from support.patience import PATIENCE
@@ -27,8 +27,8 @@ def tracked(config, uri, tmp_path, monkeypatch):
     """The config with one experiment of its own in the store."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    for status in journaled_run.WAIT_SECONDS:  # the machine may be busy
-        monkeypatch.setitem(journaled_run.WAIT_SECONDS, status, 60.0)
+    for status in tracking.WAIT_SECONDS:  # the machine may be busy
+        monkeypatch.setitem(tracking.WAIT_SECONDS, status, 60.0)
     return replace(config, tracking=TrackingOptions(uri=uri, experiment=tmp_path.name))
 
 
@@ -128,7 +128,7 @@ def test_a_store_that_is_down_costs_one_warning_and_is_told_all_by_mlflow_sync(
     assert told.data.tags["align.cache_root"] == done.manifest.root
     assert [step for step, _ in history_of(down, told)] == [*range(1, 9), 8]
     assert len(told.inputs.dataset_inputs) == 1
-    assert not folder.outbox.exists()
+    assert not unsent_runs(folder.root)
 
 
 def kill_at(config, fault):
@@ -163,7 +163,7 @@ def test_a_run_that_was_killed_before_the_store_knew_it_is_sent_by_the_next(down
     mlflow_server.start()
     run(down)
     assert sorted(statuses(down)) == ["FINISHED", "KILLED"]
-    assert not output_of(down).outbox.exists()
+    assert not unsent_runs(output_of(down).root)
 
 
 def test_what_a_folder_says_of_an_earlier_run_never_ends_this_one(tracked, caplog):

@@ -170,7 +170,7 @@ def test_a_run_is_finished_because_it_says_so_and_not_by_the_times_of_its_files(
     os.utime(copy / "model", ns=(0, 0))
     record = RunRecord.read(RunFolder(copy))
     record.change(status="", ended_ms=0)
-    uri = record.facts.trackers["mlflow"]
+    uri = record.facts.stores["mlflow"].address
     assert "FINISHED" in course.server.run("mlflow-sync", copy, "--uri", uri).out
     trained = weights(copy)
     course.run(copy, *RESUME)

@@ -52,6 +52,10 @@ class FileStore:
             sorted(labels["models"]),
         )
 
+    def run_count(self):
+        """How many runs it has."""
+        return len([*self.root.iterdir()])
+
     def lose(self, run_id):
         """As if the run had never been."""
         shutil.rmtree(self.root / run_id)

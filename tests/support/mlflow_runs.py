@@ -6,9 +6,9 @@ from pathlib import Path
 import mlflow
 
 from align.schemas.config import TrackingOptions
-from align.stages.tracking.journaled_run import recorded
 from align.stages.tracking.mlflow_tracker import MlflowTracker
-from align.stages.tracking.run_record import RunRecord, new_facts
+from align.stages.tracking.run import recorded
+from align.stages.tracking.run_record import RunRecord, Store
 from support.tracker_contract import Told
 
 
@@ -20,8 +20,8 @@ def begun(home, uri, **options):
 
 def new_record(folder, uri, **facts):
     """The record of a run that no store has heard of."""
-    record = RunRecord(folder, new_facts(TrackingOptions(), "x"))
-    record.send_to({"mlflow": MlflowTracker.plain_address(uri)})
+    record = RunRecord.new(folder, "x")
+    record.add_stores({"mlflow": Store(MlflowTracker.plain_address(uri))})
     record.change(**facts)
     return record
 
@@ -104,6 +104,10 @@ class MlflowStore:
                 for one in run.outputs.model_outputs
             ),
         )
+
+    def run_count(self):
+        """How many runs it has."""
+        return len(open_store(self.address).search_runs(["0", "1"]))
 
     def lose(self, run_id):
         """As its owner deletes a run."""

@@ -62,6 +62,10 @@ class TensorboardStore:
             sorted(rows["models"]),
         )
 
+    def run_count(self):
+        """How many runs it has."""
+        return len([*(self.root / FOLDER).iterdir()])
+
     def lose(self, run_id):
         """As if the run had never been."""
         shutil.rmtree(self.root / FOLDER / run_id)

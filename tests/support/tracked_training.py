@@ -7,7 +7,7 @@ import time
 from align.pipeline.jobs.tracker_sync import sync_runs
 from align.schemas.config import TrackingOptions
 from align.stages.storage.run.run_folder import RunFolder
-from align.stages.tracking.journaled_run import open_training_run
+from align.stages.tracking.run import open_training_run
 from align.stages.tracking.run_record import NUMBERS_TAG
 from support.patience import PATIENCE
 

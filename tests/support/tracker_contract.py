@@ -5,19 +5,19 @@ import json
 import logging
 import os
 import signal
+import time
 from dataclasses import dataclass
 
 import numpy as np
 
-from align.schemas.config import TrackingOptions
 from align.stages.storage.run.run_folder import RunFolder
-from align.stages.tracking.journal import open_journal
-from align.stages.tracking.journaled_run import Run
-from align.stages.tracking.run_record import RunRecord, new_facts
-from align.stages.tracking.tracker import tracker_of
-from align.stages.tracking.uploader import Sender
+from align.stages.tracking.metrics_log import MetricsLog
+from align.stages.tracking.run import Run, Sender
+from align.stages.tracking.run_record import RunRecord, Store
+from align.stages.tracking.tracker import quiet, tracker_of
 
 STEPS = 40
+FILES = {"config.yaml": "train: {}", "model/inner/card.md": "# a model"}
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,19 @@ class Recorded:
         self.store = store
         self.folder = RunFolder(root)
         self.folder.prepare()
-        journal = open_journal(self.folder.metrics)
-        record = RunRecord(self.folder, new_facts(TrackingOptions(), "train"))
-        record.send_to({store.name: tracker_of(store.name).plain_address(store.address)})
-        self.run = run = Run(root, journal, record)
+        record = RunRecord.new(self.folder, "train")
+        address = tracker_of(store.name).plain_address(store.address)
+        record.add_stores({store.name: Store(address)})
+        self.run = run = Run(self.folder, MetricsLog(self.folder.metrics), record)
         self.learn(range(STEPS))
         self.folder.config.write_text("train: {}")
         (self.folder.model / "inner").mkdir(parents=True)
         (self.folder.model / "inner" / "card.md").write_text("# a model")
         run.log_params({"lr": "0.1", "seed": "0"})
+        run.log_params({"lr": "0.2", "seed": "0"})
         run.set_tags({"align.stage": "train"})
         run.describe("A *run* of `kto`.")
-        run.log_dataset("pairs", digest="ab" * 16, source="cache", context="training")
+        run.log_dataset("pairs", digest="ab" * 32, source="cache", context="training")
         run.log_model_link(self.folder.model, tags={"align.step": "3"})
         run.log_artifact(self.folder.config)
         run.log_artifact(self.folder.model)
@@ -65,7 +66,7 @@ class Recorded:
 
     def send(self):
         """Sends all from the record as it is on disk; returns how many numbers were sent."""
-        with tracker_of(self.store.name).quiet():
+        with quiet(self.store.name):
             sender = Sender(self.store.name, self.store.address, RunRecord.read(self.folder))
             sender.send()
         return sender.numbers
@@ -88,14 +89,13 @@ class Recorded:
             for line in lines
             for name in line.keys() - {"step", "time"}
         ]
-        files = {"config.yaml": "train: {}", "model/inner/card.md": "# a model"}
         wanted = Told(
             facts.status,
             facts.params,
             facts.tags | {self.store.description: facts.description},
             [one.digest for one in facts.datasets],
             sorted(numbers),
-            files,
+            FILES,
             sorted(facts.models),
         )
         told = self.store.told(self.run_id)
@@ -128,6 +128,18 @@ def killed_after(place, call, number, action):
 
 def ended(action):
     """How a process ends that does one thing."""
+    return _waited(_forked(action))
+
+
+def killed_in(seconds, action):
+    """Kills a process that does one thing so many seconds later."""
+    child = _forked(action)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    _waited(child)
+
+
+def _forked(action):
     if not (child := os.fork()):
         try:
             action()
@@ -135,6 +147,10 @@ def ended(action):
             logging.getLogger("align").exception("a child")
             os._exit(1)
         os._exit(0)
+    return child
+
+
+def _waited(child):
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code in (0, -signal.SIGKILL)
     return code

@@ -102,6 +102,10 @@ class WandbStore:
             sorted(own["models"]),
         )
 
+    def run_count(self):
+        """How many runs it has."""
+        return len([*Path(self.address).glob("offline-run-*")])
+
     def lose(self, run_id):
         """As if the run had never been."""
         shutil.rmtree(run_file(self.address, run_id).parent)

@@ -54,15 +54,6 @@ def read_lines(path: Path, start: int = 0) -> Iterator[Line]:
             yield Line(text, start)
 
 
-def line_start(path: Path, wanted: int) -> int:
-    """The byte, if a line begins there; else 0."""
-    if wanted <= 0 or wanted > path.stat().st_size:
-        return 0
-    with fs.open_file(path) as source:
-        source.seek(wanted - 1)
-        return wanted if source.read(1) == b"\n" else 0
-
-
 def keep_lines(path: Path, kept: Sequence[Line]) -> None:
     """Cuts out all other lines, and a last one that was cut off; the file is old or new."""
     content = b"".join(line.text for line in kept)

@@ -7,7 +7,7 @@ import pytest
 
 from align.schemas.errors import AlignError, CorruptionError, StorageError
 from align.schemas.json_codec import to_signed_json
-from align.stages.storage.disk.lines import Lines, keep_lines, line_start, read_lines
+from align.stages.storage.disk.lines import Lines, keep_lines, read_lines
 from align.stages.storage.records import Records
 from support.at_once import at_the_same_time
 from support.flips import flipped
@@ -109,8 +109,6 @@ def texts(path, start=0):
 def test_what_is_appended_is_read_from_any_lines_beginning_on(path):
     starts = [0, *(line.end for line in read_lines(path))]
     assert [texts(path, start) for start in starts] == [TEXTS[number:] for number in range(5)]
-    assert [line_start(path, start) for start in starts] == starts
-    assert {line_start(path, wanted) for wanted in (-1, 1, starts[2] + 7, 10**9)} == {0}
     with pytest.raises(StorageError):
         next(read_lines(path.with_name("nothing")))
 

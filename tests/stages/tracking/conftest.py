@@ -4,7 +4,7 @@ import pytest
 import wandb
 
 from align.stages.tracking import wandb_tracker
-from align.stages.tracking.tracker import tracker_of
+from align.stages.tracking.tracker import quiet
 from support.mlflow_runs import open_store
 from support.wandb_runs import tear_down
 
@@ -29,7 +29,7 @@ def wandb_imported(tmp_path_factory):
     settings = wandb.Settings(
         mode="offline", silent=True, console="off", root_dir=str(tmp_path_factory.mktemp("first"))
     )
-    with tracker_of("wandb").quiet():
+    with quiet("wandb"):
         wandb.init(settings=settings).finish()
     tear_down()
 
@@ -40,7 +40,8 @@ def no_wandb_settings(wandb_imported, here, monkeypatch):
     monkeypatch.setattr(wandb_tracker, "FLUSH_SECONDS", 0.01)
     monkeypatch.setenv("NETRC", str(here / "netrc"))
     monkeypatch.setenv("HOME", str(here))
-    for name in ("API_KEY", "BASE_URL", "DIR", "ENTITY", "ERROR_REPORTING", "MODE", "PROJECT"):
+    names = "API_KEY BASE_URL DIR ENTITY ERROR_REPORTING MODE PROJECT SILENT"
+    for name in names.split():
         monkeypatch.delenv(f"WANDB_{name}", raising=False)
     yield
     tear_down()

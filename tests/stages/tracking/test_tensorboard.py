@@ -3,7 +3,7 @@
 import pytest
 
 from align.stages.tracking.tensorboard_tracker import FOLDER, table
-from support.patience import PATIENCE
+from support.patience import wait_until
 from support.tensorboard_runs import TensorboardStore, hparams, journalled, scalars
 from support.tracked_training import begin, kill, learn, run_folder
 
@@ -15,7 +15,7 @@ def killed(tmp_path):
     """A run that wrote thirty steps, and then no more."""
     folder = run_folder(tmp_path)
     run = begin(folder, "", trackers=ALONE)
-    run.uploaders[0].wait(PATIENCE)  # it was told before it had any settings
+    wait_until(lambda: run.run_ids)  # it was told before it had any settings
     run.log_params({"lr": "1e-06", "model": "a|b", "lora": "False"})
     learn(run, range(1, 31))
     kill(run)

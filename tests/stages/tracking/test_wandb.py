@@ -1,13 +1,18 @@
 """Offline runs of wandb hold the metrics once each, whatever became of who wrote them."""
 
+import subprocess
+import sys
+
 import psutil
 import pytest
 
+from align.pipeline.jobs.tracker_sync import sync_runs
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import UsageError
-from align.stages.tracking import uploader, wandb_tracker
-from align.stages.tracking.journaled_run import recorded, tagged
-from align.stages.tracking.run_record import GROUP_TAG
+from align.stages.tracking import run as tracking
+from align.stages.tracking import wandb_tracker
+from align.stages.tracking.run import recorded, tagged
+from align.stages.tracking.run_record import GROUP_TAG, RunRecord
 from align.stages.tracking.wandb_tracker import FOLDER
 from support.mlflow_runs import warnings_in
 from support.patience import PATIENCE, wait_until
@@ -24,6 +29,7 @@ from support.wandb_runs import config, numbers, records, rows, run_file, tear_do
 from support.wandb_server import serving
 
 ALONE = ["wandb"]
+HELD_UP = 120  # seconds: a server that hangs would hold the exit for longer
 
 pytestmark = pytest.mark.usefixtures("no_wandb_settings")
 
@@ -85,7 +91,7 @@ def test_rows_have_the_same_step_of_wandb_each_time_and_never_a_lower_one(tmp_pa
     """A server that has the first of them is then sent the rest, and no step twice."""
     folder = run_folder(tmp_path)
     run = begin(folder, "", trackers=ALONE)
-    run.uploaders[0].wait(PATIENCE)
+    wait_until(lambda: run.run_ids)
     run.describe("What it is.")
     for name, step in (("loss", 1), ("eval/loss", 1), ("checkpoint_failed", 1), ("loss", 2)):
         run.log_metrics({name: 1.0}, step=step)
@@ -97,13 +103,13 @@ def test_rows_have_the_same_step_of_wandb_each_time_and_never_a_lower_one(tmp_pa
 
 def test_a_service_that_is_killed_costs_a_warning_and_no_number(tmp_path, monkeypatch, caplog):
     """Nor does the step that is trained wait for it: it enters no module of wandb."""
-    monkeypatch.setattr(uploader, "RETRY_SECONDS", 0.1)
-    monkeypatch.setattr(uploader, "SECONDS_PER_TICK", 0.05)
+    monkeypatch.setattr(tracking, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(tracking, "SECONDS_PER_TICK", 0.05)
     folder = run_folder(tmp_path)
     run = begin(folder, "", trackers=ALONE)
     wait_until(lambda: run.run_ids)
     entered = learn(run, range(1, 20), at=(10, kill_service))
-    assert "align.stages.tracking.journal" in entered
+    assert "align.stages.tracking.metrics_log" in entered
     assert not any(name.startswith(("wandb", wandb_tracker.__name__)) for name in entered if name)
     run.finish("FINISHED")
     assert numbers(the_file(folder)) == timed(folder.root)
@@ -160,29 +166,88 @@ def test_wandb_that_is_disabled_is_refused_as_a_tracker(tmp_path, monkeypatch):
         begin(run_folder(tmp_path), "", trackers=ALONE)
 
 
-def test_online_a_killed_run_is_resumed_as_the_same_with_each_line_once(tmp_path, monkeypatch):
-    folder = run_folder(tmp_path)
-    with serving() as server:
-        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+@pytest.fixture
+def server(monkeypatch):
+    """One that somebody is logged in to."""
+    with serving() as one:
+        monkeypatch.setenv("WANDB_BASE_URL", one.url)
         monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
-        first = begin(folder, "", trackers=ALONE)
-        learn(first, range(1, 31))
-        before = timed(folder.root)
-        kill(first)
-        run_id = first.run_ids["wandb"]
-        wait_until(lambda: len(server.rows.get(run_id, ())) == 33)
-        folder.sent.unlink()  # nobody noted how far it was
-        tear_down()
-        second = begin(folder, "", trackers=ALONE, keep_through=20)
-        for step in range(21, 36):
-            second.log_metrics({"loss": 100.0 + step}, step=step)
-        second.finish("FINISHED")
-        wait_until(lambda: run_id in server.exit_codes)
+        yield one
+
+
+def test_online_a_killed_run_is_resumed_as_the_same_with_each_line_once(tmp_path, server):
+    folder = run_folder(tmp_path)
+    first = begin(folder, "", trackers=ALONE)
+    first.describe("What it is.")
+    learn(first, range(1, 31))
+    before = timed(folder.root)
+    kill(first)
+    run_id = first.run_ids["wandb"]
+    wait_until(lambda: len(server.rows.get(run_id, ())) == 33)
+    assert server.runs[run_id]["notes"] == "What it is."
+    server.runs[run_id]["notes"] = "What I made of it."
+    folder.sent.unlink()  # nobody noted how far it was
+    tear_down()
+    second = begin(folder, "", trackers=ALONE, keep_through=20)
+    for step in range(21, 36):
+        second.log_metrics({"loss": 100.0 + step}, step=step)
+    second.finish("FINISHED")
+    wait_until(lambda: run_id in server.exit_codes)
     assert second.run_ids == {"wandb": run_id}
     new = [one for one in timed(folder.root) if one[1] > 30]
-    own = {"step", "_step", "_runtime", "_timestamp", "_wandb"}
-    assert sorted(
-        (name, row["step"], row[name], row["_timestamp"])
-        for row in server.history(run_id)
-        for name in row.keys() - own
-    ) == sorted([*before, *new])
+    assert server.numbers(run_id) == sorted([*before, *new])
+    assert server.runs[run_id]["notes"] == "What I made of it."
+
+
+def test_a_server_that_stops_answering_gets_the_rest_later(tmp_path, server, monkeypatch, caplog):
+    monkeypatch.setattr(wandb_tracker, "FINISH_SECONDS", 1.0)
+    folder = run_folder(tmp_path)
+    run = begin(folder, "", trackers=ALONE)
+    learn(run, range(1, 11))
+    wait_until(lambda: server.rows.get(run.run_ids.get("wandb")))
+    server.hang()
+    learn(run, range(11, 21))
+    run.finish("FINISHED")
+    (warning,) = warnings_in(caplog)
+    assert f"align mlflow-sync {folder.root}" in warning
+    record = RunRecord.read(folder)
+    assert not record.is_sent("wandb")
+    server.mend()
+    tear_down()
+    monkeypatch.setattr(wandb_tracker, "FINISH_SECONDS", PATIENCE)
+    (synced,) = sync_runs(folder.root, TrackingOptions())
+    assert server.numbers(synced.run_id) == timed(folder.root)
+    assert server.exit_codes == {synced.run_id: 0}
+
+
+HANGS = """
+import sys
+from pathlib import Path
+from align.pipeline.jobs.tracker_sync import sync_runs
+from align.schemas.config import TrackingOptions
+from align.stages.storage.run.run_folder import RunFolder
+from align.stages.tracking import run as tracking, wandb_tracker
+
+wandb_tracker.INIT_SECONDS = wandb_tracker.FINISH_SECONDS = 1.0
+tracking.WAIT_SECONDS["FINISHED"] = 2.0
+folder = RunFolder(Path("run"))
+folder.prepare()
+options = TrackingOptions(trackers=["wandb"])
+run = tracking.open_training_run(options, folder, name="train", tags={}, keep_through=-1)
+run.begin_sending()
+run.log_metrics({"loss": 1.0}, step=1)
+run.finish("FINISHED")
+"""
+
+
+def test_a_server_that_hangs_does_not_hold_the_exit(tmp_path, server):
+    server.hang()
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=HELD_UP,
+    )
+    assert "align mlflow-sync" in done.stderr

@@ -11,9 +11,8 @@ import json
 import logging
 import math
 import re
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -24,7 +23,6 @@ logger = logging.getLogger("align")
 RESERVED = ("step", "time")
 EVAL = "eval/"  # begins the name of a metric of held-out rows
 MAX_KEY = 250
-LATEST = 1e11  # seconds since 1970
 
 
 class Callback(Protocol):
@@ -35,7 +33,7 @@ class Callback(Protocol):
         ...
 
 
-class Entry(NamedTuple):
+class MetricsLine(NamedTuple):
     """One line, read back."""
 
     step: int
@@ -49,37 +47,13 @@ class Entry(NamedTuple):
         return any(name.startswith(EVAL) for name in self.metrics)
 
 
-def kept_lines(
-    path: Path, *, keep_through: int, is_evaluated: bool = True
-) -> tuple[list[Line], int]:
-    """The lines of steps up to `keep_through` (-1: none), and how many others there are.
-
-    If the last kept step is not evaluated yet, the line of its evaluation is not kept either.
-    """
-    lines = [*read_lines(path)] if path.exists() else []
-    read = [(line, entry) for line in lines if (entry := _parsed(line))]
-    if lost := len(lines) - len(read):
-        logger.warning("%s: %d lines cannot be read and are dropped.", path, lost)
-    kept = [
-        line
-        for line, entry in read
-        if entry.step < keep_through
-        or (entry.step == keep_through and (is_evaluated or not entry.is_eval))
-    ]
-    return kept, len(lines) - len(kept)
-
-
-def open_journal(path: Path, kept: Sequence[Line] = ()) -> Journal:
-    """Resumes after these lines of the file; all others are cut out of it."""
-    if path.exists():
-        keep_lines(path, kept)
-    return Journal(path)
-
-
-class Journal:
+class MetricsLog:
     """Appends a line per logged step; every line is handed to the system at once."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kept: Sequence[Line] = ()) -> None:
+        """Resumes after these lines of the file; all others are cut out of it."""
+        if path.exists():
+            keep_lines(path, kept)
         self._lines = Lines(path)
 
     def append(self, metrics: Mapping[str, float], *, step: int) -> dict[str, float]:
@@ -100,31 +74,46 @@ class Journal:
         self._lines.close()
 
 
-def read_entries(path: Path, start: int = 0) -> Iterator[Entry]:
+def kept_lines(
+    path: Path, *, keep_through: int, is_evaluated: bool = True
+) -> tuple[list[Line], int]:
+    """The lines of steps up to `keep_through` (-1: none), and how many others there are.
+
+    If the last kept step is not evaluated yet, the line of its evaluation is not kept either.
+    """
+    raw = [*read_lines(path)] if path.exists() else []
+    kept = [
+        line
+        for line, one in zip(raw, _parsed(raw, path), strict=True)
+        if one
+        and (
+            one.step < keep_through
+            or (one.step == keep_through and (is_evaluated or not one.is_eval))
+        )
+    ]
+    return kept, len(raw) - len(kept)
+
+
+def read_metrics(path: Path, start: int = 0) -> Iterator[MetricsLine]:
     """The whole lines from a byte on; a line that cannot be read is left out, with a warning."""
+    return filter(None, _parsed(read_lines(path, start), path))
+
+
+def _parsed(lines: Iterable[Line], path: Path) -> Iterator[MetricsLine | None]:
+    """Each line, None for one that is damaged; their number is logged."""
     lost = 0
-    for line in read_lines(path, start):
-        if entry := _parsed(line):
-            yield entry
-        else:
+    for line in lines:
+        try:
+            fields = json.loads(line.text)
+            step, when = int(fields.pop("step")), float(fields.pop("time"))
+            numbers = {name: float(value) for name, value in fields.items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
             lost += 1
+            yield None
+        else:
+            yield MetricsLine(step, when, numbers, line.end)
     if lost:
         logger.warning("%s: %d lines cannot be read and are left out.", path, lost)
-
-
-def _parsed(line: Line) -> Entry | None:
-    try:
-        fields = json.loads(line.text)
-        step, when = fields.pop("step"), fields.pop("time")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-    # NaN and what is infinite are JSON to Python; a store cannot keep them or a longer number.
-    numbers = (step, when, *fields.values())
-    if not all(isinstance(one, int | float) and abs(one) <= sys.float_info.max for one in numbers):
-        return None
-    if not (isinstance(step, int) and abs(step) < 2**53 and 0 <= when < LATEST):
-        return None
-    return Entry(step, when, fields, line.end)
 
 
 def key_of(name: str) -> str:
