@@ -1,6 +1,6 @@
 """Each warning is found where it was planted, and none where all is well.
 
-`tests/bench/run_warnings.py` counts both over many seeds.
+`tests/bench/run_warnings.py` counts both in trainings.
 """
 
 from dataclasses import replace
