@@ -63,23 +63,25 @@ def test_a_dead_server_and_a_spent_budget_end_with_a_code_of_their_own(sample_wo
     assert len(completions(here)) == 32
 
 
-@pytest.mark.slow  # twenty commands
-def test_a_kill_at_any_point_asks_again_at_most_what_was_in_flight(server, sample_words, here):
-    """Killed after a drawn number of answers, once that many more were given."""
-    drawn, left, words = random.Random(7), 20, None
+@pytest.mark.slow  # many commands
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.long)])
+def test_a_kill_at_any_point_asks_again_at_most_what_was_in_flight(
+    server, sample_words, here, kills
+):
+    """Ended after a drawn number of answers, once that many more were given."""
+    ends = [(signal.SIGKILL, KILLED), (signal.SIGTERM, 128 + signal.SIGTERM)] * (kills // 2)
+    drawn = random.Random(7)
     with chat_server(echo, delay=0.01) as stub:
         words = sample_words(stub, "-n", 40, "--concurrency", CONCURRENCY)
-        while left:
-            command = server.start(*words)
-            last = stub.answered.total() + drawn.randrange(1, 14)
+        for number, code in ends:
+            command, last = server.start(*words), stub.answered.total() + drawn.randrange(1, 14)
             while stub.answered.total() < last:
                 assert command.processes[0].server.wait(command.processes[0].pid, 0.002) is None
-            command.signal(signal.SIGKILL)
-            assert command.answers()[0].code == KILLED
-            left -= 1
+            command.signal(number)
+            assert command.answers()[0].code == code
         assert align(*words).code == 0
     assert len(stub.answered) == len(completions(here)) == 8 * 40
-    assert stub.answered.total() <= 8 * 40 + 20 * CONCURRENCY
+    assert stub.answered.total() <= 8 * 40 + kills * CONCURRENCY
 
 
 @pytest.mark.slow  # MLflow makes a store
