@@ -12,11 +12,10 @@ from ...schemas.config import Config
 from ...schemas.errors import CorruptionError, UsageError, counted
 from ...schemas.json_codec import digest
 from ...schemas.samples import Sampler
-from ...schemas.table_manifest import TableManifest
 from ...stages.judge.calibration import Calibration, of_comparisons, of_scores
 from ...stages.judge.template import load_template
 from ...stages.judge.verifiers import verifier_of
-from ...stages.storage.tables import TableFolder, read_table
+from ...stages.storage.tables import TableFolder, TableManifest, read_table
 from ...stages.tracking.progress import Progress
 from ..parts import Part
 from ..work import Made, working

@@ -12,15 +12,23 @@ from typing import Any, TypeAlias
 from ...schemas.config import Config
 from ...schemas.errors import BadDataError, UsageError, counted
 from ...schemas.json_codec import digest
-from ...schemas.samples import Prompt, Refused, Sample, Sampler, Sampling, Wanted, sample_key
-from ...schemas.table_manifest import TableManifest
+from ...schemas.samples import (
+    Drawing,
+    Prompt,
+    Refused,
+    Sample,
+    Sampler,
+    Sampling,
+    Wanted,
+    sample_key,
+)
 from ...stages.data.cells import template_unused
 from ...stages.data.files import inputs_of
 from ...stages.data.records import read_prompts
 from ...stages.sample.sample_table import sample_table, unique_prompts
 from ...stages.storage.answers import Answers
 from ...stages.storage.cache import Cache
-from ...stages.storage.tables import TableFolder
+from ...stages.storage.tables import TableFolder, TableManifest
 from ...stages.tracking.progress import Progress
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
 from ..jobs.object_inputs import with_local_inputs
@@ -278,6 +286,7 @@ def _published(
             "prompt_tokens": sum(one.prompt_tokens for one in drawn if one.number == 0),
             "completion_tokens": sum(one.completion_tokens for one in drawn),
         },
+        sampling=Drawing(*(settings[name] for name in ("temperature", "top_p", "top_k"))),
     )
 
 

@@ -11,10 +11,9 @@ from ...schemas.config import Config
 from ...schemas.errors import UsageError, counted
 from ...schemas.json_codec import digest
 from ...schemas.rows import BadRow
-from ...schemas.table_manifest import TableManifest
 from ...stages.data.cells import read_completion, read_prompt
 from ...stages.select.selection import select_rows
-from ...stages.storage.tables import TableFolder
+from ...stages.storage.tables import TableFolder, TableManifest
 from ..work import owned
 from .table_inputs import read_input
 

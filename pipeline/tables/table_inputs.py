@@ -13,14 +13,13 @@ from ...schemas.config import Config
 from ...schemas.errors import UsageError, counted, logger
 from ...schemas.rows import Record, Rejected, Text
 from ...schemas.samples import Drawing, Prompt
-from ...schemas.table_manifest import TableKind
 from ...stages.data.cells import Wrapping
 from ...stages.data.columns import common_shape, not_read
 from ...stages.data.files import digested, open_inputs, require_unchanged
 from ...stages.data.readers import ending_of
 from ...stages.data.records import read_records
 from ...stages.sample.sample_table import prompt_table, text_column
-from ...stages.storage.tables import TableFolder, read_table
+from ...stages.storage.tables import TableFolder, TableKind, read_table
 from ..jobs.object_inputs import with_local_inputs
 from ..jobs.rejected_rows import RejectedRows, first_rejected
 
@@ -47,7 +46,7 @@ def read_input(config: Config, named: str, kind: TableKind) -> TableInput:
     folder = TableFolder.at((parent or ".") if name == f"{kind}.parquet" else named, kind)
     if not ending_of(named) or folder.find():
         manifest, table = read_table(folder)
-        return TableInput(table, kind, manifest.root, sampling=manifest.drawing)
+        return TableInput(table, kind, manifest.root, sampling=manifest.sampling)
 
     local = with_local_inputs(replace(config, data=replace(config.data, files=[named])))
     (file,) = open_inputs(local.data.files)

@@ -13,9 +13,9 @@ from __future__ import annotations
 import filecmp
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,7 +23,6 @@ import pyarrow.parquet as pq
 from ...schemas.errors import CorruptionError, UsageError, damaged
 from ...schemas.json_codec import CodecError, digest, from_signed_json, to_signed_json
 from ...schemas.samples import Drawing
-from ...schemas.table_manifest import TABLE_FORMAT, TableKind, TableManifest
 from .copies import fetch_folder, work_folder
 from .disk import fs
 from .locations import is_remote
@@ -32,6 +31,9 @@ from .output_folder import OutputFolder
 if TYPE_CHECKING:
     import polars as pl
 
+TableKind: TypeAlias = Literal["samples", "judged", "selected"]
+
+TABLE_FORMAT = 1
 COMMANDS: dict[TableKind, str] = {
     "samples": "align sample",
     "judged": "align judge",
@@ -41,6 +43,27 @@ KEY = b"align"  # of the manifest in the file's metadata
 ROWS = 1 << 16  # of a row group
 _REMEDY = "Run the command that made it again."
 _DAMAGE = (pa.ArrowException, OSError, UnicodeDecodeError)
+
+
+@dataclass(frozen=True)
+class TableManifest:
+    """The content of a table, and what it was made of."""
+
+    format_version: int
+    kind: TableKind
+    made_from: dict[str, str]  # a digest for each name, such as prompts, model, samples
+    settings: dict[str, Any]
+    counts: dict[str, int]  # by name
+    rows: int
+    columns: dict[str, str]  # the type of each, by name
+    bytes: int  # of the file, up to its footer
+    sha256: str  # of these bytes
+    sampling: Drawing | None  # how its samples were drawn, if that is known
+
+    @property
+    def root(self) -> str:
+        """The table's name: a digest of all of this."""
+        return digest(self)
 
 
 @dataclass(frozen=True)
@@ -112,7 +135,6 @@ class TableFolder:
                 size = draft.stat().st_size
                 manifest = TableManifest(
                     format_version=TABLE_FORMAT,
-                    root="",
                     kind=self.kind,
                     made_from=dict(made_from),
                     settings=dict(settings),
@@ -123,7 +145,6 @@ class TableFolder:
                     sha256=_sha256_of(draft, size),
                     sampling=sampling,
                 )
-                manifest = replace(manifest, root=digest(manifest, without={"root"}))
                 writer.add_key_value_metadata({KEY: to_signed_json(manifest)})
             sink.flush()
             there = self.stored()
@@ -146,7 +167,7 @@ def drawing_of(path: Path) -> Drawing | None:
         manifest = _manifest_in(path) if path.suffix == ".parquet" else None
     except CorruptionError:  # it is data all the same
         return None
-    return manifest.drawing if manifest else None
+    return manifest.sampling if manifest else None
 
 
 def read_table(folder: TableFolder) -> tuple[TableManifest, pl.DataFrame]:

@@ -53,12 +53,12 @@ def said(role, text):
     return [{"role": role, "content": text}]
 
 
-def judged(folder, table, *, kind="judged", settings=None):
+def judged(folder, table, *, kind="judged", sampling=None):
     """A folder as align judge, or another verb, leaves it."""
     made = TableFolder.at(str(folder), kind)
     made.prepare()
     of = {"samples": "0" * 64}
-    return made.publish(table, made_from=of, settings=settings or {}, counts={})
+    return made.publish(table, made_from=of, settings={}, counts={}, sampling=sampling)
 
 
 def selected(*arguments):
@@ -169,13 +169,13 @@ def test_ultrafeedback_becomes_conversations(here):
     assert selected("data.parquet")[0]["chosen"].to_list() == [answers[2]]
 
 
-DRAWN = {"temperature": 0.7, "top_p": 1.0, "top_k": 20}
+DRAWN = Drawing(temperature=0.7, top_p=1.0, top_k=20)
 
 
-def from_samples(**settings):
+def from_samples(sampling):
     """Samples, judged by their number of words and selected from: the last two tables."""
     unscored = table_of(["Sky? ", "Sea? "]).drop("score")
-    judged("samples", unscored, kind="samples", settings=settings)
+    judged("samples", unscored, kind="samples", sampling=sampling)
     judge_by_words("samples")
     selected("align-judged", "--rows", "groups")
     return [TableFolder.at(f"align-{kind}", kind).find() for kind in ("judged", "selected")]
@@ -189,7 +189,7 @@ def judge_by_words(samples):
 
 
 def test_how_samples_were_drawn_travels_into_the_cache(here, to):
-    assert [table.sampling for table in from_samples()] == [None, None]
+    assert [table.sampling for table in from_samples(None)] == [None, None]
 
     def cache(output, *files):
         files = [*files] or ["align-selected"]
@@ -197,13 +197,13 @@ def test_how_samples_were_drawn_travels_into_the_cache(here, to):
 
     before = cache("before")
     # A judged table before and after they were known.
-    assert [table.sampling for table in from_samples(**DRAWN)] == [Drawing(**DRAWN)] * 2
+    assert [table.sampling for table in from_samples(DRAWN)] == [DRAWN] * 2
     after = cache("after")
-    assert after.sampling == (Drawing(**DRAWN),)
+    assert after.sampling == (DRAWN,)
     assert before.sampling == ()
     write_lines("plain.jsonl", SCORED)
     joined = cache("joined", "plain.jsonl", "align-selected/selected.parquet")
-    assert {*joined.sampling} == {None, Drawing(**DRAWN)}
+    assert {*joined.sampling} == {None, DRAWN}
 
 
 # Words of a command, and what its refusal names.
