@@ -22,7 +22,6 @@ from ...stages.tracking.progress import Progress
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from ..tables.score_rewards import Rewarded
     from ..work import Made
 
 
@@ -37,7 +36,7 @@ def say_once(text: str) -> None:
         say(text)
 
 
-def say_made(made: Made[Any, Any] | Rewarded) -> None:
+def say_made(made: Made[Any, Any]) -> None:
     """Prints the result of all ranks, on the rank that published it and on the first."""
     if made.has_published or is_first_rank():
         say(made.text())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeAlias
 
 import polars as pl
 
@@ -23,9 +22,9 @@ from .judges import (
     Candidate,
     Columns,
     Judge,
-    Judged,
     Judging,
     OthersAreNotDone,
+    Tally,
     candidates_of,
     read_gold,
 )
@@ -33,7 +32,6 @@ from .language_judge import language_judge, require_language_model
 from .samplers import require_kept
 from .table_inputs import read_input
 
-JudgeResult: TypeAlias = Made[TableManifest, Judged]
 # The judges that ask a language model, and those that need none.
 LANGUAGE = ("rubric", "pairwise")
 CHECKS = ("exact", "regex", "function")
@@ -44,15 +42,15 @@ def open_judge(config: Config, columns: Sequence[str], sampler: Sampler | None =
 
     `sampler` stands for the language model that the settings would name.
     """
-    match config.judge.by:
-        case "reward":
-            from .reward_judge import reward_judge  # noqa: PLC0415 - it imports torch
+    by = config.judge.by
+    if by == "reward":
+        from .reward_judge import reward_judge  # noqa: PLC0415 - it imports torch
 
-            return reward_judge(config)
-        case "rubric" | "pairwise":
-            return language_judge(config, sampler)
-        case "exact" | "regex" | "function":
-            return check_judge(config, columns)
+        return reward_judge(config)
+    if by in LANGUAGE:
+        return language_judge(config, sampler)
+    if by in CHECKS:
+        return check_judge(config, columns)
     raise UsageError("Name the judge by --by: reward, rubric, pairwise, exact, regex or function.")
 
 
@@ -90,7 +88,7 @@ def judge(
     progress: Progress,
     part: Part | None = None,
     sampler: Sampler | None = None,
-) -> JudgeResult:
+) -> Made[TableManifest, Tally]:
     """Judges a table of samples; what was judged before is not judged again.
 
     Of several parts, each that finds all judgments there publishes the table. `sampler` stands for
@@ -103,12 +101,12 @@ def judge(
     require_kept(part, options.output, options.answers, "judge.answers")
     source = read_input(config, samples, "samples")
     candidates = candidates_of(source.table, samples)
-    judge = open_judge(config, source.table.columns, sampler)
+    opened = open_judge(config, source.table.columns, sampler)
 
     # A table of this very call; one with questions that the judge could not take is made again.
-    folder, tally = TableFolder.at(options.output, "judged"), Judged()
-    made_from = {"samples": source.root, **judge.made_from}
-    settings = {"by": options.by, **judge.settings}
+    folder, tally = TableFolder.at(options.output, "judged"), Tally()
+    made_from = {"samples": source.root, **opened.made_from}
+    settings = {"by": options.by, **opened.settings}
     wanted = (made_from, settings, source.sampling)
     found = _stored(folder)
     is_same = found and (found.made_from, found.settings, found.sampling) == wanted
@@ -121,7 +119,7 @@ def judge(
         run.log_params({f"judge.{name}": str(value) for name, value in settings.items()})
         run.log_dataset("samples", digest=source.root, source=samples, context="judging")
         try:
-            columns = judge.columns(candidates, Judging(run, progress, tally, part))
+            columns = opened.columns(candidates, Judging(run, progress, tally, part))
         except OthersAreNotDone:
             return Made(str(folder), None, tally, (), part)
         finally:
@@ -164,14 +162,14 @@ def calibrate(
     options = config.judge
     require_kept(None, options.output, options.answers, "judge.answers")
     pairs, columns_of_data, left_out = read_gold(gold, config.data)
-    judge = open_judge(config, columns_of_data, sampler)
-    folder, tally = TableFolder.at(options.output, "judged"), Judged()
+    opened = open_judge(config, columns_of_data, sampler)
+    folder, tally = TableFolder.at(options.output, "judged"), Tally()
     with working(folder, "judge", config.tracking, None, name="judge", kept=tally.text) as run:
         judging = Judging(run, progress, tally)
-        if judge.compare:
-            shares = of_comparisons(judge.compare(pairs, judging))
+        if opened.compare:
+            shares = of_comparisons(opened.compare(pairs, judging))
         else:
-            scores = judge.columns([one for pair in pairs for one in pair], judging)["score"]
+            scores = opened.columns([one for pair in pairs for one in pair], judging)["score"]
             shares = of_scores(zip(scores[::2], scores[1::2], strict=True))
         made = Calibration(options.by, len(pairs), left_out, shares, tally.of_table)
         run.log_metrics(made.metrics())
@@ -186,7 +184,7 @@ def _stored(folder: TableFolder) -> TableManifest | None:
         return None
 
 
-def _lines(folder: TableFolder, made: TableManifest, tally: Judged) -> tuple[str, ...]:
+def _lines(folder: TableFolder, made: TableManifest, tally: Tally) -> tuple[str, ...]:
     """The number of samples with a score, and the judgments made for them."""
     counts = made.counts
     scored = f"{counts['judged']:,} of them with a score"

@@ -46,7 +46,7 @@ class Candidate:
 
 
 @dataclass
-class Judged:
+class Tally:
     """Counts of judgments, and of the tokens that a language model was asked for them."""
 
     new: int = 0
@@ -71,7 +71,7 @@ class Judging:
 
     run: Run
     progress: Progress
-    tally: Judged
+    tally: Tally
     part: Part | None = None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
@@ -14,7 +14,6 @@ from ...schemas.cache import file_identity
 from ...schemas.columns import Ragged
 from ...schemas.config import Config, ModelOptions
 from ...schemas.errors import UsageError, counted
-from ...schemas.row_table import Rows
 from ...schemas.rows import Record, Reference
 from ...stages.data.cells import Wrapping
 from ...stages.data.columns import common_shape, not_read
@@ -35,41 +34,16 @@ from .table_inputs import given_to_template, plain
 ROWS = "rows.jsonl"
 
 
-@dataclass(frozen=True)
-class Rewarded:
-    """Data with scores, and what was left out of it."""
-
-    path: Path
-    rows: int
-    completions: int
-    left_out: int
-    scored: int  # completions, by this process
-    unread: tuple[str, ...] = ()  # columns of the data
-
-    has_published = True
-
-    def text(self) -> str:
-        """A summary of a few lines."""
-        scored = counted(self.completions, "completions with a score")
-        lines = [f"{self.path}: {counted(self.rows, 'rows')}, {scored}"]
-        if self.left_out:
-            lines.append(f"left out as unusable: {counted(self.left_out, 'rows')}")
-        if self.unread:
-            lines.append(f"note: {not_read(self.unread)}")
-        return "\n".join([*lines, f"next: align precompute-ref {self.path}"])
-
-
 def rewards_from_model(
     config: Config,
     open_reward: Callable[[ModelOptions], Reference],
     *,
     progress: Progress,
     part: Part | None = None,
-) -> Rewarded | PrecomputeResult:
-    """Scores every completion with a reward model; scores of an earlier run are kept.
+) -> PrecomputeResult:
+    """Scores every completion with a reward model, and writes the data with their scores.
 
-    Of several parts, each that finds all completions scored writes the data; of another one, the
-    result is its part of the scores.
+    Of several parts, each that finds all completions scored writes the data.
     """
     # The data and the output folder, before hours of scoring.
     require_executor(config.scoring, part)
@@ -92,20 +66,16 @@ def rewards_from_model(
     output.prepare()
     output.require_ours(ROWS)
 
-    # The scores are a cache whose reference is the reward model.
-    model = replace(config.model, path=config.rewards.model, adapter="")
-    cache = replace(
-        config.cache, output=str(folder / SCORES), kl_pairs=0, token_logps=False, scored=True
-    )
-    tokens = replace(config.tokens, learn="all")  # a score is of the whole completion
-    scoring = replace(config, model=model, cache=cache, tokens=tokens)
-    made = precompute(scoring, open_reward(model), progress=progress, part=part, stage="score")
-    if not made.manifest:
+    made, found = score_data(config, folder / SCORES, open_reward, progress=progress, part=part)
+    if found is None:
         return made
 
-    # The data are read again, because the shards hold token ids and no text.
-    shards = (read_shard(Cache(folder / SCORES).shard(one)) for one in made.manifest.shards)
-    scored = scores_in_order(shards, [one.sha256 for one in before]).iter_rows()
+    # The data are read again, because the shards hold token ids and no text. Shards name files by
+    # their bytes, and a file may be given twice.
+    identities = pl.Series("file", [file_identity(one.sha256) for one in before], pl.UInt64)
+    files = pl.DataFrame(identities).with_row_index("place")
+    ordered = files.join(found, on="file").sort("place", "row").select("place", "row", "scores")
+    scored = ordered.iter_rows()
     rows_in = 0
 
     def rewarded() -> Iterator[tuple[Record, Sequence[float]]]:
@@ -119,25 +89,44 @@ def rewards_from_model(
         require_unchanged(inputs, before)
 
     rows, completions = write_rewarded(output, rewarded())
-    left_out = rows_in - rows
-    return Rewarded(folder / ROWS, rows, completions, left_out, made.tally.scored, shape.unread)
+    path = folder / ROWS
+    with_score = counted(completions, "completions with a score")
+    lines = [f"{path}: {counted(rows, 'rows')}, {with_score}"]
+    if rows < rows_in:
+        lines.append(f"left out as unusable: {counted(rows_in - rows, 'rows')}")
+    if shape.unread:
+        lines.append(f"note: {not_read(shape.unread)}")
+    lines.append(f"next: align precompute-ref {path}")
+    return replace(made, folder=folder, lines=tuple(lines), has_published=True)
 
 
-def scores_in_order(shards: Iterable[Rows], sha256s: Sequence[str]) -> pl.DataFrame:
-    """The scores of each row, in the order of these files: (number of the file, row, scores).
+def score_data(
+    config: Config,
+    output: Path,
+    open_reward: Callable[[ModelOptions], Reference],
+    *,
+    progress: Progress,
+    part: Part | None,
+) -> tuple[PrecomputeResult, pl.DataFrame | None]:
+    """Scores every completion into a cache whose reference is the reward model.
 
-    Shards are in the order of the prompts' hashes and name files by their bytes; a file may be
-    given twice.
+    The scores of each row are those of its completions; None while other parts are not done.
     """
+    model = replace(config.model, path=config.rewards.model, adapter="")
+    cache = replace(config.cache, output=str(output), kl_pairs=0, token_logps=False, scored=True)
+    tokens = replace(config.tokens, learn="all")  # a score is of the whole completion
+    scoring = replace(config, model=model, cache=cache, tokens=tokens)
+    made = precompute(scoring, open_reward(model), progress=progress, part=part, stage="score")
+    if not made.manifest:
+        return made, None
     frames = []
-    for rows in shards:
+    for shard in made.manifest.shards:
+        rows = read_shard(Cache(output).shard(shard))
         scores = [one.tolist() for one in Ragged(rows.logps, rows.branch_offsets)]
-        columns = {"identity": rows.file, "row": rows.row}
-        frames.append(pl.DataFrame({**columns, "scores": pl.Series(scores, dtype=pl.List(float))}))
-    identities = pl.Series("identity", map(file_identity, sha256s), dtype=pl.UInt64)
-    files = pl.DataFrame(identities).with_row_index("file")
-    known = pl.concat(frames).unique(["identity", "row"])
-    return files.join(known, on="identity").sort("file", "row").select("file", "row", "scores")
+        columns = {"file": rows.file, "row": rows.row}
+        lists = pl.Series(scores, dtype=pl.List(pl.Float64))
+        frames.append(pl.DataFrame({**columns, "scores": lists}))
+    return made, pl.concat(frames).unique(["file", "row"])
 
 
 def write_rewarded(

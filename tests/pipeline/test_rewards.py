@@ -1,7 +1,6 @@
 """A reward model scores data (`align score`) and judges samples, the same way and once."""
 
 import json
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,14 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from align.pipeline.tables import score_rewards
 from align.pipeline.tables.judge import judge
 from align.schemas.config import Config, RewardOptions, TrackingOptions
 from align.schemas.round_options import JudgeOptions
-from align.stages.data.records import read_records
 from align.stages.storage.tables import TableFolder, read_table
 from align.stages.tracking.progress import Progress
-from support.command import align, refusal
+from support.command import align
 from support.sample_tables import sample_table
 from support.stage_one import contents
 
@@ -86,20 +83,6 @@ def test_scored_data_is_data_to_learn_from(world, reward_model, here):
     run = ("--cache", "cache", "--output", "run", "--max-steps", 1, "--no-mlflow")
     answer = align("train", "--method", "grpo", *run)
     assert answer.code == 0, answer
-
-
-def test_data_edited_while_they_are_scored_are_refused(world, reward_model, tmp_path, monkeypatch):
-    data = tmp_path / "data.parquet"
-    data.write_bytes(Path(world.data.paired).read_bytes())
-
-    def edited(*arguments):
-        yield from read_records(*arguments)
-        pq.write_table(pq.read_table(data).slice(1), data)
-
-    monkeypatch.setattr(score_rewards, "read_records", edited)
-    words = ("--reward-model", reward_model, "--output", tmp_path / "out", "--no-mlflow")
-    refusal(4, "score", data, *words, names=("data.parquet",))
-    assert not (tmp_path / "out" / "rows.jsonl").exists()
 
 
 def judged(folder, samples, model):
