@@ -155,7 +155,8 @@ def _round(rounds: Rounds, number: int, progress: Progress) -> dict[str, float] 
         judging = changed(config, {"judge.output": judged, "tokens.chat_template": ""})
         _say(judge(judging, samples, progress=progress, sampler=rounds.sampler).text(), progress)
         _say(select(changed(config, {"select.output": selected}), judged).text(), progress)
-        release_memory()
+        gc.collect()  # the models that sampled and judged
+        torch.cuda.empty_cache()
 
         # Their log-probs under the reference; what an earlier cache holds is not scored again.
         policy, cache, reuse = rounds.policy(number - 1), str(folder / "cache"), config.cache.reuse
@@ -180,10 +181,11 @@ def _round(rounds: Rounds, number: int, progress: Progress) -> dict[str, float] 
             "train.other_reference": is_other,
             "train.output": str(folder / "run"),
         }
-        run = check(Settings(changed(config, training), rounds.origins))
-        trained = train(run, progress=progress)
-        del run
-        release_memory()
+        trained = train(
+            check(Settings(changed(config, training), rounds.origins)), progress=progress
+        )
+        gc.collect()  # an engine and its hooks refer to each other
+        torch.cuda.empty_cache()
         if trained.ending != "finished":
             return None
         _say(trained.text(), progress)
@@ -225,13 +227,6 @@ def _sample(rounds: Rounds, number: int, config: Config, prompts: Path, progress
             "server.retries": rounds.config.server.retries,
         }
         _say(sample(changed(config, server), progress=progress).text(), progress)
-
-
-def release_memory() -> None:
-    """Frees what a finished verb held: an engine and its hooks refer to each other."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _say(text: str, progress: Progress) -> None:

@@ -121,6 +121,10 @@ def _require_settings(config: Config, recipe: Recipe) -> None:
             f"({rounds.eval_fraction}) holds out these prompts already. Set it to 0, or above.",
         ),
         (
+            rounds.eval_n > 1 and not rounds.eval_temperature,
+            "rounds.eval_n: at rounds.eval_temperature 0 all samples of a prompt are the same.",
+        ),
+        (
             config.server.url and config.judge.by not in LANGUAGE,
             f"server.url is set, and judge.by is {config.judge.by}: in rounds that server can "
             "only be the judge. Serve the policy by rounds.serve.",

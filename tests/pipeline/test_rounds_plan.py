@@ -94,6 +94,7 @@ TO_SERVE = "sh {model} {port}"
         ({"train": {"eval_cache": "elsewhere"}}, ("train.eval_cache",)),
         ({"select": {"rows": "labels"}}, ("select.rows", "pairs")),
         ({**GRPO, "sample": {"temperature": 0.7}}, ("temperature 0.7", "train.other_sampling")),
+        ({"rounds": {"eval_n": 2}}, ("rounds.eval_n",)),
         ({"rounds": {"eval_fraction": 0.0, "min_win_rate": 0.5}}, ("rounds.eval_fraction",)),
         ({"rounds": {"output": "s3://bucket/rounds"}}, ("s3://bucket/rounds",)),
         ({"rounds": {"serve": "sh {model} {url}"}}, ("rounds.serve", "{url}")),

@@ -13,7 +13,7 @@ import yaml
 from align.schemas.errors import ServerError
 from support.command import refusal
 from support.rounds_play import lines_of, play, prompts_in, write_settings
-from support.stub_policy import events, serve_by
+from support.stub_policy import events, pids_in, require_ended, serve_by
 from support.trainings import KILLED
 
 FEW = {"count": 1, "prompts_per_round": 6}
@@ -98,6 +98,7 @@ def test_killed_at_drawn_points_no_stored_answer_is_asked_again(world, server, t
         assert server.run("rounds", path, faults=(place,), cwd=tmp_path).code == KILLED
     assert server.run("rounds", path, cwd=tmp_path).code == 0
     assert lines_of(tmp_path / "out") == lines_of(tmp_path / "whole" / "out")
+    require_ended(pids_in(log))  # each server and its child
     asked, answered = counts(log)
     assert asked.keys() == answered.keys()
     assert len(asked) == counts(tmp_path / "other")[0].total()

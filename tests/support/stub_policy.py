@@ -7,6 +7,7 @@ line for each thing that happens to LOG: `model PATH`, `pid N`, `asked KEY`, `an
 import argparse
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ sys.path.insert(0, str(TESTS))
 from support.chat_server import ChatServer  # noqa: E402 - it is found only now
 
 LIFE = 300  # seconds, if nobody ends it
+SOON = 60  # seconds until what was ended has to be gone
 
 
 class StubPolicy(ChatServer):
@@ -73,6 +75,28 @@ def events(log):
     return [tuple(line.split(" ", 1)) for line in lines]
 
 
+def pids_in(log):
+    """The server and its child."""
+    return [int(of) for what, of in events(log) if what == "pid"]
+
+
+def require_ended(pids):
+    """Waits until none of these processes runs."""
+    assert pids
+    until = time.monotonic() + SOON
+    while any(map(runs, pids)):
+        assert time.monotonic() < until, pids
+        time.sleep(0.05)
+
+
+def runs(pid):
+    """Whether there is such a process that has not ended: one that nobody waits for has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def serve_by(log, *words):
     """The value of rounds.serve."""
     return " ".join([sys.executable, __file__, "{model} --port {port} --log", str(log), *words])
@@ -86,6 +110,8 @@ def main():
     parser.add_argument("--dies-after", type=int)  # so many answers
     parser.add_argument("--says", default="ready")  # what it does instead of serving
     options = parser.parse_args()
+    if options.says == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as its child then does
     write(options.log, "model", options.model)
     child = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({LIFE})"])
     write(options.log, "pid", os.getpid())

@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
@@ -13,9 +11,7 @@ from align.schemas.errors import ServerError, UsageError
 from align.stages.server.own_server import command_of, own_server
 from support.patience import PATIENCE
 from support.refusals import refuses
-from support.stub_policy import events, serve_by
-
-SOON = 60  # seconds until what was ended has to be gone
+from support.stub_policy import pids_in, require_ended, runs, serve_by
 
 
 @pytest.fixture
@@ -27,28 +23,6 @@ def serving(tokenizer_folder, tmp_path):
         return own_server(serve, tokenizer_folder, log=tmp_path / "server.log", timeout=timeout)
 
     return begin
-
-
-def pids_in(log):
-    """The server and its child."""
-    return [int(of) for what, of in events(log) if what == "pid"]
-
-
-def require_ended(pids):
-    """Waits until none of these processes runs."""
-    assert pids
-    until = time.monotonic() + SOON
-    while any(map(runs, pids)):
-        assert time.monotonic() < until, pids
-        time.sleep(0.05)
-
-
-def runs(pid):
-    """Whether there is such a process that has not ended: one that nobody waits for has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_a_command_has_the_model_and_the_port_and_keeps_its_other_braces():
@@ -77,6 +51,13 @@ def test_a_server_answers_and_ends_with_its_children(serving, tmp_path):
         assert url.endswith("/v1")
         assert len(pids_in(tmp_path / "events")) == 2
         assert all(map(runs, pids_in(tmp_path / "events")))
+    require_ended(pids_in(tmp_path / "events"))
+
+
+@pytest.mark.slow  # it waits
+def test_a_server_that_does_not_take_the_hint_ends_too(serving, tmp_path):
+    with serving("--says", "stubborn"):
+        pass
     require_ended(pids_in(tmp_path / "events"))
 
 
