@@ -56,9 +56,10 @@ def sync_runs(root: Path, options: TrackingOptions, *, uri: str = "") -> list[Sy
     failed: list[AlignError] = []
     for folder, home in _runs_of(root):
         try:
-            tags = RunRecord.read(folder).facts.tags
+            record = RunRecord.find(folder)
             # What lies in a folder of a sweep or of rounds need not be a part of it.
-            if home in (root, root / SCORES) or {GROUP_TAG, ROUNDS_TAG} & tags.keys():
+            is_part = record and {GROUP_TAG, ROUNDS_TAG} & record.facts.tags.keys()
+            if is_part or home in (root, root / SCORES):
                 done += sync_run(folder, home, options, uri=uri)
         except AlignError as error:
             failed.append(error)
@@ -66,10 +67,10 @@ def sync_runs(root: Path, options: TrackingOptions, *, uri: str = "") -> list[Sy
         raise failed[0]
     if not done:
         titles = " or ".join(tracker_of(name).title for name in TRACKERS)
-        record = RunFolder(root).run_record.relative_to(root)
+        lacks = RunFolder(root).run_record.relative_to(root)
         raise UsageError(
             f"{root} holds no run that was recorded in {titles} and not sent whole: it has no "
-            f"{record}, and no run in {record.parent}/outbox. Name the --output of `align train`, "
+            f"{lacks}, and no run in {lacks.parent}/outbox. Name the --output of `align train`, "
             "of a sweep, or a cache."
         )
     return done
@@ -99,7 +100,9 @@ def sync_run(
     done: list[Synced] = []
     failed: list[AlignError] = []
     with owner_lock(folder.root, "mlflow-sync"):
-        record = RunRecord.read(folder)
+        record = RunRecord.find(folder)
+        if record is None:  # another process has sent and removed it
+            return []
         if not record.facts.status:  # no process owns it, so it was killed, or ended unsent
             ending = read_ending(folder)
             status = STATUS[ending.ending] if ending else "KILLED"

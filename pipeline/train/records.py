@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...schemas.batches import EvalSample, Visits
@@ -55,7 +54,12 @@ def open_records(run: Run, progress: Progress) -> Iterator[RunRecords]:
         folder.drop_evaluations(after=keep_through)
         fs.unlink(folder.rows)
         for path in folder.rows_written():
-            _cut_margins(path, keep_through)
+            from ...stages.report.visited_rows import cut_visits  # noqa: PLC0415 - only for margins
+
+            with log_failure(f"{path} is removed, and the report does without its margins"):
+                cut_visits(path, keep_through)
+                continue
+            fs.unlink(path)
         # Model, method and data; a sweep names its runs, and rounds their data.
         number = inherited(ROUND_TAG)
         data = f"round {number}" if number else data_of(run)
@@ -93,16 +97,6 @@ def open_records(run: Run, progress: Progress) -> Iterator[RunRecords]:
         records.close()
         with log_failure("No record of how the run ended"):
             tracked.finish(status)
-
-
-def _cut_margins(path: Path, keep_through: int) -> None:
-    """Drops the margins of later steps; a file that is damaged is removed."""
-    from ...stages.report.visited_rows import cut_visits  # noqa: PLC0415 - only for margins
-
-    with log_failure(f"{path} is removed, and the report does without its margins"):
-        cut_visits(path, keep_through)
-        return
-    fs.unlink(path)
 
 
 class RunRecords:

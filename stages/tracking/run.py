@@ -430,7 +430,7 @@ class Sender:
             tracker.label(facts)
             self._labels = labels
 
-        for name, logged in [*record.unsent_files(sent)]:
+        for name, logged in record.unsent_files(sent):
             folder = Path() if name.startswith(COPIES) else Path(name).parent
             tracker.file(record.folder.root / name, "" if folder == Path() else str(folder))
             sent = self._keep(replace(sent, files={**sent.files, name: logged}))

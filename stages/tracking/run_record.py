@@ -11,13 +11,13 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ...schemas.errors import UsageError, log_failure
+from ...schemas.errors import log_failure
 from ...schemas.json_codec import CodecError, from_json, to_json
 from ..storage.disk import fs
 from ..storage.output_folder import make_place
@@ -134,16 +134,6 @@ class RunRecord:
             record._sent = from_json(SentFile, folder.sent.read_bytes()).trackers
         return record
 
-    @staticmethod
-    def read(folder: RunFolder) -> RunRecord:
-        """The record of a run, which another process may have sent and removed."""
-        record = RunRecord.find(folder)
-        if record is None:
-            raise UsageError(
-                f"{folder.root} has nothing left to send: {folder.run_record} is gone."
-            )
-        return record
-
     def change(self, **values: Any) -> None:
         """Replaces facts, durably."""
         facts = dataclasses.replace(self.facts, **values)
@@ -162,11 +152,13 @@ class RunRecord:
                 self._sent = {**self._sent, tracker: sent}
                 fs.publish(self.folder.sent, to_json(SentFile(self._sent)).encode())
 
-    def unsent_files(self, sent: Sent) -> Iterator[tuple[str, int]]:
+    def unsent_files(self, sent: Sent) -> list[tuple[str, int]]:
         """The files of the run that a tracker does not have as they were last logged."""
-        for name, logged in self.facts.files.items():
-            if sent.files.get(name) != logged and (self.folder.root / name).exists():
-                yield name, logged
+        return [
+            (name, logged)
+            for name, logged in self.facts.files.items()
+            if sent.files.get(name) != logged and (self.folder.root / name).exists()
+        ]
 
     def log_file(self, path: Path) -> None:
         """Adds a file or folder of the run, or marks it as changed."""
@@ -177,7 +169,7 @@ class RunRecord:
         """Whether a tracker has all of a run that has ended."""
         sent = self.sent(tracker)
         has_ended = bool(self.facts.status) and sent.status == self.facts.status
-        return has_ended and not [*self.unsent_files(sent)]
+        return has_ended and not self.unsent_files(sent)
 
     def add_stores(self, stores: Mapping[str, Store]) -> None:
         """Adds trackers; one whose store changed has nothing there yet."""

@@ -46,7 +46,7 @@ def end(run, status="FINISHED"):
 
 def synced_exactly(folder, **where):
     """Sends the rest; doing it again changes nothing."""
-    own = TrackingOptions(uri=RunRecord.read(folder).facts.stores["mlflow"].address)
+    own = TrackingOptions(uri=RunRecord.find(folder).facts.stores["mlflow"].address)
     first = sync_run(folder.root, own, **where)
     assert stored(first.uri, first.run_id) == journalled(folder.root)
     told = run_of(first.uri, first.run_id)

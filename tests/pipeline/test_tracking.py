@@ -109,9 +109,18 @@ def test_metrics_come_unit_by_unit_and_change_no_byte(tracked, flawed, clean_of_
     assert (metrics["reuse_share"], metrics["completions/scored"]) == (1.0, 0)
 
 
+def kill_at(config, fault):
+    """Stage 1 as a SIGKILL leaves it."""
+    process = child(config, fault)
+    process.join(PATIENCE)
+    assert process.exitcode == -9
+
+
 def test_a_store_that_is_down_costs_one_warning_and_is_told_all_by_mlflow_sync(
     down, clean, mlflow_server, caplog
 ):
+    """Also of a run that was killed before."""
+    kill_at(down, "after:fsync_folder:commits=kill@2")
     done = run(down)
     (warning,) = warnings_in(caplog)
     assert mlflow_server.uri in warning
@@ -121,21 +130,16 @@ def test_a_store_that_is_down_costs_one_warning_and_is_told_all_by_mlflow_sync(
     assert folder.is_tidy(folder.manifest())
 
     mlflow_server.start()
-    (synced,) = sync_runs(folder.root, down.tracking)
-    (told,) = recorded(down)
-    assert (told.info.run_id, told.info.status) == (synced.run_id, "FINISHED")
+    killed, finished = sync_runs(folder.root, down.tracking)
+    first, told = recorded(down)
+    assert (first.info.run_id, first.info.status) == (killed.run_id, "KILLED")
+    assert (told.info.run_id, told.info.status) == (finished.run_id, "FINISHED")
     assert told.data.params == done.manifest.fingerprint
     assert told.data.tags["align.cache_root"] == done.manifest.root
-    assert [step for step, _ in history_of(down, told)] == [*range(1, 9), 8]
+    steps = [step for step, _ in history_of(down, told)]
+    assert steps == [*range(1, len(steps)), len(steps) - 1]
     assert len(told.inputs.dataset_inputs) == 1
     assert not unsent_runs(folder.root)
-
-
-def kill_at(config, fault):
-    """Stage 1 as a SIGKILL leaves it."""
-    process = child(config, fault)
-    process.join(PATIENCE)
-    assert process.exitcode == -9
 
 
 def test_runs_that_were_killed_are_ended_by_mlflow_sync_whatever_lies_there(tracked):
@@ -158,14 +162,6 @@ def test_runs_that_were_killed_are_ended_by_mlflow_sync_whatever_lies_there(trac
     assert second.data.tags["align.stage"] == "precompute-ref"
 
 
-def test_a_run_that_was_killed_before_the_store_knew_it_is_sent_by_the_next(down, mlflow_server):
-    kill_at(down, "after:fsync_folder:commits=kill@2")
-    mlflow_server.start()
-    run(down)
-    assert sorted(statuses(down)) == ["FINISHED", "KILLED"]
-    assert not unsent_runs(output_of(down).root)
-
-
 def test_what_a_folder_says_of_an_earlier_run_never_ends_this_one(tracked, caplog):
     """Somebody else's run in somebody else's store, and one that cannot be read."""
     folder = output_of(tracked)
@@ -176,5 +172,5 @@ def test_what_a_folder_says_of_an_earlier_run_never_ends_this_one(tracked, caplo
     assert statuses(tracked) == ["FINISHED"]
     (damaged,) = warnings_in(caplog)
     assert theirs.folder.run_record.name in damaged
-    assert RunRecord.read(theirs.folder).sent("mlflow").run_id == ""
+    assert RunRecord.find(theirs.folder).sent("mlflow").run_id == ""
     assert len(unsent_runs(folder.root)) == 2

@@ -135,7 +135,7 @@ def test_its_card_names_everything_it_came_from(plain, course):
         *(
             manifest["inputs"][0]["sha256"],
             id_in(plain),
-            RunRecord.read(RunFolder(plain)).facts.key,
+            RunRecord.find(RunFolder(plain)).facts.key,
         ),
         *("| beta | 0.1 |", "| train.lr | 0.001 |", "24 rows seen out of 60", "| eval/loss | "),
         "<\\|im_end\\|> (1), as the chat template writes it |",
@@ -387,6 +387,6 @@ def test_the_warnings_are_a_tag_of_a_trackers_run(plain, tmp_path):
     told = []
     for warnings in ({"KL at 0": "It is 0.", "length": "Long ones win."}, {}):
         record_warnings(run, warnings)
-        told.append(RunRecord.read(run_folder(tmp_path)).facts.tags["align.stands_out"])
+        told.append(RunRecord.find(run_folder(tmp_path)).facts.tags["align.stands_out"])
     run.finish("FINISHED")
     assert told == ["KL at 0: It is 0.; length: Long ones win.", "nothing"]

@@ -58,7 +58,7 @@ def test_a_run_that_is_begun_anew_is_the_same_in_mlflow_unless_a_setting_differs
         place = ["before:make_folder:checkpoints/.tmp-*=kill@1"]
         (answer,) = course.start(run, *told, *RESUME, *words, faults=place).answers()
         assert answer.code == KILLED
-        keys.append(RunRecord.read(RunFolder(run)).facts.key)
+        keys.append(RunRecord.find(RunFolder(run)).facts.key)
     first, again, other = keys
     assert first == again != other
 
@@ -168,7 +168,7 @@ def test_a_run_is_finished_because_it_says_so_and_not_by_the_times_of_its_files(
 ):
     copy = shutil.copytree(finished, tmp_path / "copy", copy_function=shutil.copyfile)
     os.utime(copy / "model", ns=(0, 0))
-    record = RunRecord.read(RunFolder(copy))
+    record = RunRecord.find(RunFolder(copy))
     record.change(status="", ended_ms=0)
     uri = record.facts.stores["mlflow"].address
     assert "FINISHED" in course.server.run("mlflow-sync", copy, "--uri", uri).out

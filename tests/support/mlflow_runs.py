@@ -28,7 +28,7 @@ def new_record(folder, uri, **facts):
 
 def id_on_disk(folder):
     """What MLflow calls the run in a folder."""
-    return RunRecord.read(folder).sent("mlflow").run_id
+    return RunRecord.find(folder).sent("mlflow").run_id
 
 
 def id_of(run):

@@ -67,18 +67,18 @@ class Recorded:
     def send(self):
         """Sends all from the record as it is on disk; returns how many numbers were sent."""
         with quiet(self.store.name):
-            sender = Sender(self.store.name, self.store.address, RunRecord.read(self.folder))
+            sender = Sender(self.store.name, self.store.address, RunRecord.find(self.folder))
             sender.send()
         return sender.numbers
 
     @property
     def run_id(self):
         """Its id in the store."""
-        return RunRecord.read(self.folder).sent(self.store.name).run_id
+        return RunRecord.find(self.folder).sent(self.store.name).run_id
 
     def require_told(self, **others):
         """The store has exactly this run, each number once."""
-        facts = RunRecord.read(self.folder).facts
+        facts = RunRecord.find(self.folder).facts
         lines = map(json.loads, self.folder.metrics.read_text().splitlines())
         numbers = [
             (

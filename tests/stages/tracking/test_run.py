@@ -351,7 +351,7 @@ def test_a_store_that_cannot_be_costs_one_warning(address, home, tmp_path, caplo
     (warning,) = warnings_in(caplog)
     assert f"align mlflow-sync {home}" in warning
     (left,) = unsent_runs(home)
-    assert RunRecord.read(left).facts.params == {"a": "b"}
+    assert RunRecord.find(left).facts.params == {"a": "b"}
     assert (tmp_path / "letters").read_bytes() == b"no store"
 
 
@@ -395,7 +395,7 @@ def test_an_earlier_run_that_cannot_be_sent_keeps_no_other_back(uri, home, monke
     for folder in (broken, torn):
         new_record(folder, uri)
     with begun(home, uri) as run:
-        wait_until(lambda: RunRecord.read(torn).is_sent("mlflow"))
+        wait_until(lambda: RunRecord.find(torn).is_sent("mlflow"))
     assert read(uri, run).info.status == "FINISHED"
     assert [one.root for one in unsent_runs(home)] == [broken.root]
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking.tensorboard_tracker import FOLDER, table
 from support.patience import wait_until
 from support.tensorboard_runs import TensorboardStore, hparams, journalled, scalars
@@ -28,13 +29,17 @@ def the_run(folder):
     return shown
 
 
-def test_a_resumed_run_is_one_with_each_number_at_its_step_and_time(killed):
+def test_a_resumed_run_is_one_with_each_number_at_its_step_and_time(killed, tmp_path):
+    """Its last event was torn off, and its folder is elsewhere by then."""
     folder, first = killed
     shown = the_run(folder)
     assert scalars(shown) == journalled(folder.root)
     assert len(scalars(shown)) == 30 * 2 + 3
     (events,) = shown.iterdir()
-    events.write_bytes(events.read_bytes() + events.read_bytes()[-100:-7])  # cut in its midst
+    events.write_bytes(events.read_bytes() + events.read_bytes()[-100:-7])
+    folder.root.rename(tmp_path / "moved")
+    folder = RunFolder(tmp_path / "moved")
+    shown = the_run(folder)
     second = begin(folder, "", trackers=ALONE, keep_through=30)
     learn(second, range(31, 41))
     second.finish("FINISHED")
@@ -55,16 +60,6 @@ def test_steps_that_are_trained_again_are_shown_once_as_they_are_in_the_metrics(
     assert second.run_ids == first.run_ids
     assert scalars(the_run(folder)) == journalled(folder.root)
     assert ("loss", 25, 125.0) in [one[:3] for one in scalars(the_run(folder))]
-
-
-def test_a_run_that_is_moved_goes_on_where_it_is(killed, tmp_path):
-    folder, first = killed
-    folder.root.rename(tmp_path / "moved")
-    moved = type(folder)(tmp_path / "moved")
-    second = begin(moved, "", trackers=ALONE, keep_through=30)
-    second.finish("FINISHED")
-    assert second.run_ids == first.run_ids
-    assert scalars(the_run(moved)) == journalled(moved.root)
 
 
 def test_a_table_shows_every_value_as_it_is():

@@ -255,7 +255,7 @@ def test_a_tracker_that_hangs_holds_no_other_up_and_is_told_later(
     (warning,) = warnings_in(caplog)
     assert files.address in warning
     (left,) = unsent_runs(home)
-    assert not RunRecord.read(left).is_sent("files")
+    assert not RunRecord.find(left).is_sent("files")
     goes_on.set()
     kill(run)
     synced = {one.tracker: one.run_id for one in sync_runs(home, options)}
@@ -301,12 +301,12 @@ def test_neither_a_tracker_nor_a_run_that_fails_keeps_another_from_being_sent(
     own = TrackingOptions(uri=mlflow_store.address)
     with refuses(CorruptionError, damaged):
         sync_runs(tmp_path / "sweep", own)
-    sent = RunRecord.read(folder)
+    sent = RunRecord.find(folder)
     assert (sent.is_sent("files"), sent.is_sent("mlflow")) == (True, False)
     mlflow_store.mend()
     with refuses(UsageError, "elsewhere", "mlflow"):
         sync_runs(folder.root, own)
-    assert RunRecord.read(folder).is_sent("mlflow")
+    assert RunRecord.find(folder).is_sent("mlflow")
 
 
 def test_a_folder_does_not_decide_to_which_tracker_its_data_go(

@@ -53,13 +53,16 @@ def the_file(folder):
 
 
 def test_a_resumed_run_is_one_with_each_number_at_its_step_and_time(killed):
+    """Some of its steps were trained again, with other numbers."""
     folder, first = killed
-    second = begin(folder, "", trackers=ALONE, keep_through=30)
-    learn(second, range(31, 41))
+    second = begin(folder, "", trackers=ALONE, keep_through=20)
+    for step in range(21, 26):
+        second.log_metrics({"loss": 100.0 + step}, step=step)
     second.finish("FINISHED")
     assert second.run_ids == first.run_ids
     file = the_file(folder)
     assert numbers(file) == timed(folder.root)
+    assert ("loss", 25, 125.0) in [one[:3] for one in numbers(file)]
     told = config(file)
     plain = {name: told[name] for name in ("lr", "seed", "model", "lora", "date")}
     assert plain == {"lr": 1e-6, "seed": 7, "model": "a|b", "lora": False, "date": "0123"}
@@ -73,18 +76,6 @@ def test_a_resumed_run_is_one_with_each_number_at_its_step_and_time(killed):
     synced = sync_run(folder.root, TrackingOptions())
     assert (synced.run_id, synced.numbers_sent) == (second.run_ids["wandb"], 0)
     assert the_file(folder) == file
-
-
-def test_steps_that_are_trained_again_are_there_once_under_the_same_id(killed):
-    folder, first = killed
-    second = begin(folder, "", trackers=ALONE, keep_through=20)
-    for step in range(21, 26):
-        second.log_metrics({"loss": 100.0 + step}, step=step)
-    second.finish("KILLED")
-    assert second.run_ids == first.run_ids
-    assert numbers(the_file(folder)) == timed(folder.root)
-    assert ("loss", 25, 125.0) in [one[:3] for one in numbers(the_file(folder))]
-    assert config(the_file(folder))["align"]["status"] == "KILLED"
 
 
 def test_rows_have_the_same_step_of_wandb_each_time_and_never_a_lower_one(tmp_path):
@@ -210,7 +201,7 @@ def test_a_server_that_stops_answering_gets_the_rest_later(tmp_path, server, mon
     run.finish("FINISHED")
     (warning,) = warnings_in(caplog)
     assert f"align mlflow-sync {folder.root}" in warning
-    record = RunRecord.read(folder)
+    record = RunRecord.find(folder)
     assert not record.is_sent("wandb")
     server.mend()
     tear_down()
