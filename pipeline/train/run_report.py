@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from ...stages.report.visited_rows import join_visits, learned_rows, read_visits
 from ...stages.storage.cache import Cache
 from ...stages.storage.copies import manifest_folder
 from ...stages.storage.disk import fs
+from ...stages.storage.disk.lines import read_lines
 from ...stages.storage.disk.locks import is_owned
 from ...stages.storage.run.checkpoints import read_checkpoint
 from ...stages.storage.run.run_folder import RunFolder, read_ending
@@ -52,7 +53,6 @@ HOW = {
 }
 MOST_NAMED = 20  # rows of a kind
 MOST_SHOWN = 4000  # characters of an answer
-STEP = re.compile(rb'^{"step": ([0-9]+), .*}$', re.MULTILINE)  # a whole line
 
 
 def training_folder(root: Path) -> RunFolder:
@@ -238,8 +238,8 @@ def _unfinished(folder: RunFolder, ending: RunEnding | None, history: History) -
 
 def _not_applied(folder: RunFolder) -> set[int]:
     """The steps that were not applied when they were first run."""
-    file = folder.nonfinite
-    return {int(step) for step in STEP.findall(fs.read_bytes(file))} if file.exists() else set()
+    lines = read_lines(folder.nonfinite) if folder.nonfinite.exists() else ()
+    return {json.loads(line.text)["step"] for line in lines}
 
 
 def _head(

@@ -117,42 +117,33 @@ def page_of(sweep: Sweep) -> str:
     ordered = sorted(sweep.ended, key=rank)
     folders = {trial.name: RunFolder(sweep.folder / trial.name) for trial in ordered}
     begun = [name for name, folder in folders.items() if folder.metrics.exists()]
-    histories = {name: read_history(folders[name].metrics) for name in begun[:MOST_DRAWN]}
     notes = ["The most accurate run stands first.", *sweep.notes()]
-    if len(histories) < len(begun):
+    if len(begun) > MOST_DRAWN:
         notes.insert(1, f"Curves are those of the first {MOST_DRAWN} runs of the table.")
 
-    sections = [
-        Section(
-            "Runs",
-            table=[HEAD, *(trial.row() for trial in ordered)],
-            links={
-                name: f"{name}/{folder.report.name}"
-                for name, folder in folders.items()
-                if folder.report.exists()
-            },
-        )
-    ]
-    for title in ("Held-out rows", "Training steps"):
-        of_training = title == "Training steps"
-        lines = {
-            name: curves(one.learned if of_training else one.held_out)
-            for name, one in histories.items()
-        }
-        figures = [
-            chart(
-                name,
-                [
-                    Series(
-                        run, points.get(metric, ()), f"c{index}", "line" if of_training else "dots"
-                    )
-                    for index, (run, points) in enumerate(lines.items())
-                ],
-                x_label="step",
-            )
-            for name, metric in CHARTS.items()
+    # Each metric on held-out rows, or on training rows where no run has any held out.
+    histories = {name: read_history(folders[name].metrics) for name in begun[:MOST_DRAWN]}
+    held_out = {name: curves(history.held_out) for name, history in histories.items()}
+    learned = {name: curves(history.learned) for name, history in histories.items()}
+    figures = []
+    for title, metric in CHARTS.items():
+        is_held_out = any(metric in metrics for metrics in held_out.values())
+        runs = held_out if is_held_out else learned
+        series = [
+            Series(name, metrics.get(metric, ()), f"c{index}", "dots" if is_held_out else "line")
+            for index, (name, metrics) in enumerate(runs.items())
         ]
-        sections.append(Section(title, figures="".join(figures)))
+        where = "" if is_held_out else ", training rows"
+        figures.append(chart(f"{title}{where}", series, x_label="step"))
+    links = {
+        name: f"{name}/{folder.report.name}"
+        for name, folder in folders.items()
+        if folder.report.exists()
+    }
+    sections = [
+        Section("Runs", table=[HEAD, *(trial.row() for trial in ordered)], links=links),
+        Section("Curves", figures="".join(figures)),
+    ]
     return render_page(
         f"Sweep: {sweep.folder.resolve().name}",
         sections,
