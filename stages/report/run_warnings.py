@@ -70,18 +70,19 @@ def displacement(run: Measurements) -> str | None:
 
 
 def kl_at_zero(run: Measurements) -> str | None:
-    """The reference point of KTO stays at 0."""
+    """The reference point of KTO stays at 0, and far below it before the clamp."""
     clamped = _values(run.learned.get("kl/clamped", ()))
     positive = np.flatnonzero(clamped)
     zeros = len(clamped) - (int(positive[-1]) + 1 if len(positive) else 0)
     if zeros < FEWEST_LINES:
         return None
     raw = _values(run.learned.get("kl/raw", ()))[-zeros:]
-    before = f" ({raw.mean():.2f} nats before the clamp)" if len(raw) else ""
+    if not len(raw) or raw.mean() > -LEAST_FALL:  # a policy near its reference is near 0
+        return None
     return (
-        f"KTO's reference point is 0 in the last {zeros:,} lines{before}, so losses compare with "
-        "the reference alone: if it is far below 0, all answers become less likely, and a lower "
-        "train.lr or a higher method.beta helps."
+        f"KTO's reference point is 0 in the last {zeros:,} lines ({raw.mean():.2f} nats before the "
+        "clamp), so all answers become less likely and losses compare with the reference alone: "
+        "lower train.lr, or raise method.beta."
     )
 
 

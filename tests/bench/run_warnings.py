@@ -38,14 +38,14 @@ WORDS = (
     "silver",
     "paper",
 )
-USUAL = {"epochs": 2, "batch_size": 8, "eval_every": 12, "lr": 1e-3}
+USUAL = {"epochs": 2, "batch_size": 8, "eval_every": 12, "lr": 1e-4}
 PLANTED = {
     "displacement": {"method": "dpo", "lr": 1e-2},  # on pairs that differ in one word
     "KL at 0": {"method": "kto", "lr": 3e-3},  # on bad completions, and few good ones
     "saturation": {"method": "dpo", "lr": 5e-3, "epochs": 5},  # on pairs without noise
     "length": {"method": "dpo", "lr": 3e-3},  # on pairs whose chosen side is the longer one
     # The learning rate rises until it destroys what was learned.
-    "past its best": {"method": "dpo", "lr": 0.3, "warmup": 0.99, "epochs": 4, "eval_every": 8},
+    "past its best": {"method": "dpo", "lr": 0.3, "warmup": 0.99, "epochs": 4, "eval_every": 4},
 }
 
 
@@ -62,7 +62,7 @@ def pairs(drawn, rows, kind):
         if kind == "displacement":
             sides = (short, short)
         chosen, rejected = f"{sides[0]} please", f"{sides[1]} never"
-        if kind not in ("displacement", "saturation") and drawn.random() < NOISE:
+        if kind in ("clean", "KL at 0") and drawn.random() < NOISE:
             chosen, rejected = rejected, chosen
         if kind == "length":
             chosen, rejected = long, short

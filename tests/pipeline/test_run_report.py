@@ -79,7 +79,8 @@ def test_warnings_are_found_with_the_page_and_printed_at_the_end(whole_run, tmp_
     run = shutil.copytree(whole_run, tmp_path / "run")
     (run / "_align" / "ending.json").unlink()
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
-    zeros = [{"step": n, "time": first["time"], "kl/clamped": 0.0} for n in range(1, 41)]
+    kl = {"time": first["time"], "kl/raw": -3.0, "kl/clamped": 0.0}
+    zeros = [{"step": step, **kl} for step in range(1, 41)]
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in zeros))
     found = write_report(run)
     assert [*found] == ["KL at 0"]

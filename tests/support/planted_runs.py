@@ -73,11 +73,10 @@ def displaced(run):
 
 
 def with_kl_at_zero(run):
-    """The reference point falls to 0 after two thirds."""
-    zeros = [(step, 0.0) for step in range(81, STEPS + 1)]
-    return replace(
-        run, learned={**run.learned, "kl/clamped": [*run.learned["kl/clamped"][:80], *zeros]}
-    )
+    """The reference point falls, and is 0 after two thirds."""
+    raw = [(step, value - max(0, step - 60) / 5) for step, value in run.learned["kl/raw"]]
+    clamped = [(step, max(0.0, value)) for step, value in raw]
+    return replace(run, learned={**run.learned, "kl/raw": raw, "kl/clamped": clamped})
 
 
 def saturated(run):
