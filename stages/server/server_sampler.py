@@ -123,7 +123,7 @@ class OpenServer:
                 if group:
                     yield group
 
-        resume = f"{counted(kept, 'answers')} of this run are kept: the same command resumes."
+        resume = f"Kept: {counted(kept, 'answers')}; the same command resumes."
         if isinstance(error, AlignError):
             raise type(error)(f"{error} {resume}") from None
         if error:
@@ -241,6 +241,7 @@ class OpenServer:
         text = "" if text is None else text  # as it is beside a call of a tool
         if choice.finish_reason in _UNFINISHED or not isinstance(text, str):
             raise ValueError(f"no whole answer; its finish_reason is {choice.finish_reason}")
+        text.encode()  # half of a surrogate pair cannot be kept
         finish = _FINISHES.get(choice.finish_reason, "other")
         return Sample(key, number, text, finish, usage.prompt_tokens, usage.completion_tokens)
 

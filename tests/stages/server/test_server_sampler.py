@@ -94,9 +94,9 @@ def test_a_seed_follows_from_the_seed_the_prompt_and_the_number():
         ({"faults": {500: 1.0}}, ServerError, ("3 requests", "500"), 3),
         ({"faults": {"drop": 1.0}}, ServerError, ("3 requests",), 3),
         ({"faults": {"garbage": 1.0}}, ServerError, ("3 requests",), 3),
-        ({"faults": {"hang": 1.0}}, ServerError, ("3 requests", "server.timeout"), 3),
         ({"amend": lambda _: {"error": "later"}}, ServerError, ("3 requests",), 3),
         ({"amend": lambda _: b"\xff\xfe{"}, ServerError, ("3 requests",), 3),
+        ({"answer": lambda _: "\ud800"}, ServerError, ("3 requests",), 3),
         ({"answer": lambda _: Reply("half an", "abort")}, ServerError, ("abort",), 3),
         ({"refuse": lambda _: (401, "no")}, UsageError, ("401", "PLANTED"), 1),
         ({"refuse": lambda _: (403, "no")}, UsageError, ("403", "PLANTED"), 1),
@@ -107,7 +107,7 @@ def test_what_ends_a_run_is_one_error_that_names_the_setting(
     settings, kind, names, requests, monkeypatch
 ):
     monkeypatch.delenv("PLANTED", raising=False)
-    few = {"retries": 2, "timeout": 0.4, "concurrency": 1, "key_variable": "PLANTED"}
+    few = {"retries": 2, "timeout": PATIENCE, "concurrency": 1, "key_variable": "PLANTED"}
     with chat_server(**{"answer": echo, **settings}) as stub:
         with refuses(kind, stub.url, *names):
             sampled(stub, wanted_of(TEXTS, 1), **few)
@@ -273,13 +273,15 @@ def test_an_answer_that_was_lost_is_counted_against_the_budget():
     hangs = itertools.count()
 
     def answer(asked):
-        time.sleep(0.5 if next(hangs) == 0 else 0)
+        time.sleep(3 if next(hangs) == 0 else 0)
         return echo(asked)
 
     with chat_server(answer) as stub:
-        sampler = sampler_of_stub(stub, concurrency=1, max_tokens=MOST + 9, timeout=0.3)
+        sampler = sampler_of_stub(stub, concurrency=1, max_tokens=MOST + 9, timeout=2)
         interrupted(sampler, wanted_of(TEXTS[:1], 3), kept := {})
     assert (len(kept), sampler.tokens, stub.asked.total()) == (1, MOST + 9, 2)
+    with chat_server(echo, faults={"hang": 1.0}) as stub, refuses(ServerError, "server.timeout"):
+        sampled(stub, wanted_of(TEXTS[:1], 1), timeout=0.2, retries=1)
 
 
 @pytest.mark.parametrize(
