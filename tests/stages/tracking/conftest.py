@@ -7,6 +7,7 @@ from align.stages.tracking import wandb_tracker
 from align.stages.tracking.tracker import quiet
 from support.mlflow_runs import open_store
 from support.wandb_runs import tear_down
+from support.wandb_server import serving
 
 
 @pytest.fixture(scope="session")
@@ -45,3 +46,12 @@ def no_wandb_settings(wandb_imported, here, monkeypatch):
         monkeypatch.delenv(f"WANDB_{name}", raising=False)
     yield
     tear_down()
+
+
+@pytest.fixture
+def wandb_server(no_wandb_settings, tmp_path, monkeypatch):
+    """A server of W&B that somebody is logged in to; wandb's files are in a folder of the test."""
+    with serving(str(tmp_path / "run" / wandb_tracker.FOLDER)) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+        yield server

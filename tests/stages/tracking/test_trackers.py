@@ -5,7 +5,6 @@ import random
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack
 
 import mlflow
 import pytest
@@ -28,7 +27,6 @@ from support.tensorboard_runs import TensorboardStore
 from support.tracked_training import begin, kill, learn
 from support.tracker_contract import FILES, STEPS, Recorded, ended, killed_after, killed_in
 from support.wandb_runs import WandbStore
-from support.wandb_server import serving
 
 BOTH = ["mlflow,files"]
 STORES = ("mlflow", "tensorboard", "wandb", "wandb online", "files")
@@ -56,20 +54,17 @@ def run(request, tmp_path, monkeypatch):
     """A run of a tracker whose store holds nothing; its library is imported, for forks."""
     monkeypatch.setattr(tracking, "LINES_PER_CALL", 5)
     root = tmp_path / "run"
-    with ExitStack() as stack:
-        if request.param == "mlflow":
-            store = MlflowStore(request.getfixturevalue("new_store")())
-        elif request.param == "files":
-            store = request.getfixturevalue("files")
-        elif request.param == "wandb online":
-            store = stack.enter_context(serving(str(root / wandb_tracker.FOLDER)))
-            monkeypatch.setenv("WANDB_BASE_URL", store.url)
-            monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
-        else:
-            store = {"tensorboard": TensorboardStore, "wandb": WandbStore}[request.param](root)
-        with quiet(store.name):
-            tracker_of(store.name)(store.address)
-        yield Recorded(store, root)
+    if request.param == "mlflow":
+        store = request.getfixturevalue("mlflow_store")
+    elif request.param == "files":
+        store = request.getfixturevalue("files")
+    elif request.param == "wandb online":
+        store = request.getfixturevalue("wandb_server")
+    else:
+        store = {"tensorboard": TensorboardStore, "wandb": WandbStore}[request.param](root)
+    with quiet(store.name):
+        tracker_of(store.name)(store.address)
+    return Recorded(store, root)
 
 
 each_tracker = pytest.mark.parametrize("run", STORES, indirect=True)
@@ -307,21 +302,6 @@ def test_neither_a_tracker_nor_a_run_that_fails_keeps_another_from_being_sent(
     with refuses(UsageError, "elsewhere", "mlflow"):
         sync_runs(folder.root, own)
     assert RunRecord.find(folder).is_sent("mlflow")
-
-
-def test_a_folder_does_not_decide_to_which_tracker_its_data_go(
-    mlflow_store, files, tmp_path, monkeypatch
-):
-    folder = RunFolder(tmp_path / "run")
-    begin(folder, mlflow_store.address, trackers=BOTH).finish("FINISHED")
-    own = TrackingOptions(uri=mlflow_store.address)
-    for mine in (tmp_path / "other", ""):
-        monkeypatch.setenv("RUNS_FOLDER", str(mine))
-        with refuses(UsageError, files.address, "RUNS_FOLDER", mine):
-            sync_runs(folder.root, own)
-    assert not (tmp_path / "other").exists()
-    monkeypatch.setenv("RUNS_FOLDER", files.address)
-    assert [one.numbers_sent for one in sync_runs(folder.root, own)] == [0, 0]
 
 
 LIGHT = """

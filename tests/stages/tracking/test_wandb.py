@@ -26,7 +26,6 @@ from support.tracked_training import (
     timed,
 )
 from support.wandb_runs import config, numbers, records, rows, run_file, tear_down
-from support.wandb_server import serving
 
 ALONE = ["wandb"]
 HELD_UP = 120  # seconds: a server that hangs would hold the exit for longer
@@ -76,20 +75,6 @@ def test_a_resumed_run_is_one_with_each_number_at_its_step_and_time(killed):
     synced = sync_run(folder.root, TrackingOptions())
     assert (synced.run_id, synced.numbers_sent) == (second.run_ids["wandb"], 0)
     assert the_file(folder) == file
-
-
-def test_rows_have_the_same_step_of_wandb_each_time_and_never_a_lower_one(tmp_path):
-    """A server that has the first of them is then sent the rest, and no step twice."""
-    folder = run_folder(tmp_path)
-    run = begin(folder, "", trackers=ALONE)
-    wait_until(lambda: run.run_ids)
-    run.describe("What it is.")
-    for name, step in (("loss", 1), ("eval/loss", 1), ("checkpoint_failed", 1), ("loss", 2)):
-        run.log_metrics({name: 1.0}, step=step)
-    run.finish("KILLED")
-    assert [row["_step"] for row in rows(the_file(folder))] == [4, 6, 7, 8]
-    told = [record.run for record in records(the_file(folder)) if record.HasField("run")]
-    assert told[-1].notes == "What it is."
 
 
 def test_a_service_that_is_killed_costs_a_warning_and_no_number(tmp_path, monkeypatch, caplog):
@@ -157,16 +142,7 @@ def test_wandb_that_is_disabled_is_refused_as_a_tracker(tmp_path, monkeypatch):
         begin(run_folder(tmp_path), "", trackers=ALONE)
 
 
-@pytest.fixture
-def server(monkeypatch):
-    """One that somebody is logged in to."""
-    with serving() as one:
-        monkeypatch.setenv("WANDB_BASE_URL", one.url)
-        monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
-        yield one
-
-
-def test_online_a_killed_run_is_resumed_as_the_same_with_each_line_once(tmp_path, server):
+def test_online_a_killed_run_is_resumed_as_the_same_with_each_line_once(tmp_path, wandb_server):
     folder = run_folder(tmp_path)
     first = begin(folder, "", trackers=ALONE)
     first.describe("What it is.")
@@ -174,41 +150,43 @@ def test_online_a_killed_run_is_resumed_as_the_same_with_each_line_once(tmp_path
     before = timed(folder.root)
     kill(first)
     run_id = first.run_ids["wandb"]
-    wait_until(lambda: len(server.rows.get(run_id, ())) == 33)
-    assert server.runs[run_id]["notes"] == "What it is."
-    server.runs[run_id]["notes"] = "What I made of it."
+    wait_until(lambda: len(wandb_server.rows.get(run_id, ())) == 33)
+    assert wandb_server.runs[run_id]["notes"] == "What it is."
+    wandb_server.runs[run_id]["notes"] = "What I made of it."
     folder.sent.unlink()  # nobody noted how far it was
     tear_down()
     second = begin(folder, "", trackers=ALONE, keep_through=20)
     for step in range(21, 36):
         second.log_metrics({"loss": 100.0 + step}, step=step)
     second.finish("FINISHED")
-    wait_until(lambda: run_id in server.exit_codes)
+    wait_until(lambda: run_id in wandb_server.exit_codes)
     assert second.run_ids == {"wandb": run_id}
     new = [one for one in timed(folder.root) if one[1] > 30]
-    assert server.numbers(run_id) == sorted([*before, *new])
-    assert server.runs[run_id]["notes"] == "What I made of it."
+    assert wandb_server.numbers(run_id) == sorted([*before, *new])
+    assert wandb_server.runs[run_id]["notes"] == "What I made of it."
 
 
-def test_a_server_that_stops_answering_gets_the_rest_later(tmp_path, server, monkeypatch, caplog):
+def test_a_server_that_stops_answering_gets_the_rest_later(
+    tmp_path, wandb_server, monkeypatch, caplog
+):
     monkeypatch.setattr(wandb_tracker, "FINISH_SECONDS", 1.0)
     folder = run_folder(tmp_path)
     run = begin(folder, "", trackers=ALONE)
     learn(run, range(1, 11))
-    wait_until(lambda: server.rows.get(run.run_ids.get("wandb")))
-    server.hang()
+    wait_until(lambda: wandb_server.rows.get(run.run_ids.get("wandb")))
+    wandb_server.hang()
     learn(run, range(11, 21))
     run.finish("FINISHED")
     (warning,) = warnings_in(caplog)
     assert f"align mlflow-sync {folder.root}" in warning
     record = RunRecord.find(folder)
     assert not record.is_sent("wandb")
-    server.mend()
+    wandb_server.mend()
     tear_down()
     monkeypatch.setattr(wandb_tracker, "FINISH_SECONDS", PATIENCE)
     (synced,) = sync_runs(folder.root, TrackingOptions())
-    assert server.numbers(synced.run_id) == timed(folder.root)
-    assert server.exit_codes == {synced.run_id: 0}
+    assert wandb_server.numbers(synced.run_id) == timed(folder.root)
+    assert wandb_server.exit_codes == {synced.run_id: 0}
 
 
 HANGS = """
@@ -231,8 +209,8 @@ run.finish("FINISHED")
 """
 
 
-def test_a_server_that_hangs_does_not_hold_the_exit(tmp_path, server):
-    server.hang()
+def test_a_server_that_hangs_does_not_hold_the_exit(tmp_path, wandb_server):
+    wandb_server.hang()
     done = subprocess.run(
         [sys.executable, "-c", HANGS],
         cwd=tmp_path,
