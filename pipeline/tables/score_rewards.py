@@ -32,6 +32,7 @@ from ..ray_actors import require_executor
 from .table_inputs import given_to_template, plain
 
 ROWS = "rows.jsonl"
+NO_MORE: tuple[int, int, list[float]] = (-1, -1, [])  # behind the last row with scores
 
 
 def rewards_from_model(
@@ -74,18 +75,17 @@ def rewards_from_model(
     # their bytes, and a file may be given twice.
     identities = pl.Series("file", [file_identity(one.sha256) for one in before], pl.UInt64)
     files = pl.DataFrame(identities).with_row_index("place")
-    ordered = files.join(found, on="file").sort("place", "row").select("place", "row", "scores")
-    scored = ordered.iter_rows()
+    scored = files.join(found, on="file").sort("place", "row")["place", "row", "scores"].iter_rows()
     rows_in = 0
 
     def rewarded() -> Iterator[tuple[Record, Sequence[float]]]:
         nonlocal rows_in
-        place = next(scored, None)
+        file, row, scores = next(scored, NO_MORE)
         for record in read_records(inputs, shape):
             rows_in += 1
-            if place and isinstance(record, Record) and (record.file, record.row) == place[:2]:
-                yield record, place[2]
-                place = next(scored, None)
+            if isinstance(record, Record) and (record.file, record.row) == (file, row):
+                yield record, scores
+                file, row, scores = next(scored, NO_MORE)
         require_unchanged(inputs, before)
 
     rows, completions = write_rewarded(output, rewarded())

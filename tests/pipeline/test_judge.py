@@ -198,22 +198,27 @@ def test_calibrate_shows_a_planted_position_bias_and_keeps_its_judgments(tmp_pat
     assert rates["ties"] == rates["verdict flips with the order"]
 
 
-def test_a_rubric_is_calibrated_by_its_scores(tmp_path):
-    # It gives 1 to 10: the first nine pairs differ, and from 10 on all are 10.
-    assert measured(tmp_path, StubJudge(), "rubric", numbers(40)) == {
-        "agrees with gold, where it decides": (9, 9),
-        "ties": (31, 40),
-        "not judged": (0, 40),
-    }
+SCORED = [
+    {"prompt": "A?", "completions": ["1", "9", "5"], "scores": [0.1, 0.9, 0.5]},
+    {"prompt": "B?", "completions": ["1", "2"], "scores": [0.5, 0.5]},  # equal: no gold pair
+]
 
 
-def test_of_scored_data_the_best_and_the_worst_are_a_gold_pair_unless_they_are_equal(tmp_path):
-    rows = [
-        {"prompt": "A?", "completions": ["1", "9", "5"], "scores": [0.1, 0.9, 0.5]},
-        {"prompt": "B?", "completions": ["1", "2"], "scores": [0.5, 0.5]},
-    ]
-    found = measured(tmp_path, StubJudge(), "pairwise", rows)
-    assert (found["agrees with gold, where it decides"], found["ties"]) == ((1, 1), (0, 1))
+@pytest.mark.parametrize(
+    ("by", "rows", "agrees", "ties"),
+    [
+        # A rubric gives 1 to 10: the first nine pairs differ, and from 10 on all are 10.
+        ("rubric", numbers(40), (9, 9), (31, 40)),
+        ("rubric", SCORED, (1, 1), (0, 1)),
+        ("pairwise", SCORED, (1, 1), (0, 1)),
+    ],
+)
+def test_a_judge_is_calibrated_on_pairs_and_on_the_best_and_the_worst_of_scored_data(
+    tmp_path, by, rows, agrees, ties
+):
+    found = measured(tmp_path, StubJudge(), by, rows)
+    assert (found["agrees with gold, where it decides"], found["ties"]) == (agrees, ties)
+    assert found["not judged"] == (0, ties[1])
 
 
 def test_what_cannot_be_judged_is_refused(tmp_path, judged, samples):
