@@ -99,6 +99,8 @@ def judge(
     if options.against and options.by != "pairwise":
         raise UsageError("judge.against: only judge.by pairwise compares with other samples.")
     require_kept(part, options.output, options.answers, "judge.answers")
+    if not sampler:
+        require_judge(config)
     source = read_input(config, samples, "samples")
     candidates = candidates_of(source.table, samples)
     opened = open_judge(config, source.table.columns, sampler)

@@ -36,6 +36,10 @@ MOST_SAID = 300  # characters of a server's own words
 _OF_THIS_PROMPT = frozenset((400, 413, 422))
 _SENT_AGAIN = frozenset((408, 409, 429))  # and 5xx
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
+# A server of this machine is asked past any proxy that the environment names.
+_PAST_PROXIES: Mapping[str, None] = {
+    f"all://{host}": None for host in ("localhost", "127.0.0.1", "[::1]")
+}
 _UNFINISHED = frozenset((None, "abort", "error"))  # of vLLM and SGLang, for requests they gave up
 
 CountTokens: TypeAlias = Callable[[Prompt], int]
@@ -70,7 +74,10 @@ class ServerSampler(Sampler):
             return self._model
         url = self.options.url
         try:
-            with openai.OpenAI(**self.settings, timeout=self.options.timeout) as client:
+            http = openai.DefaultHttpxClient(mounts=_PAST_PROXIES)
+            with openai.OpenAI(
+                **self.settings, timeout=self.options.timeout, http_client=http
+            ) as client:
                 names = [one.id for one in client.models.list().data]
         except (openai.OpenAIError, AttributeError, TypeError, ValueError) as error:
             failure = _failure(error, self.options)
@@ -250,7 +257,7 @@ class _BoundedClient(openai.DefaultAsyncHttpxClient):
     """Bounds each request as a whole, and counts those whose answer may have been paid and lost."""
 
     def __init__(self, seconds: float, count_lost: Callable[[], None]) -> None:
-        super().__init__(timeout=None)
+        super().__init__(timeout=None, mounts=_PAST_PROXIES)
         self._seconds = seconds
         self._count_lost = count_lost
 

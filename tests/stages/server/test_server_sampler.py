@@ -352,6 +352,15 @@ def test_an_address_that_is_none_is_refused(url):
     assert "hidden-word" not in str(caught.value)
 
 
+@pytest.mark.parametrize("model", ["", "m"])
+def test_a_server_of_this_machine_is_asked_past_proxies(model, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # where nothing listens
+    with chat_server(echo) as stub:
+        samples, refused = sampled(stub, wanted_of(TEXTS[:1], 1), model=model)
+    assert len(samples) == 1
+    assert not refused
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("HTTP_PROXY", "gopher://127.0.0.1"), ("SSL_CERT_FILE", "/no/such/file")]
 )
