@@ -1,8 +1,10 @@
 """How often a run's warnings are found in trainings with a planted fault, and in clean ones.
 
-`python tests/bench/run_warnings.py --first 1000` trains a tiny model on twenty sets of pairs with
-each fault, and on sixty without: twenty minutes on two cores. `--only` trains some of them,
-`--count` fewer; `--made-up` takes the histories of support/planted_runs.py instead, in seconds.
+`python tests/bench/run_warnings.py --first 1000 --made-up` draws twenty histories with each fault
+and sixty without (support/planted_runs.py), in seconds. Without `--made-up` a tiny model is trained
+on as many sets of pairs, in ten minutes on two quiet cores; that a training gets worse cannot be
+planted in its pairs, so this fault is among the histories alone. `--only` takes some of them,
+`--count` fewer seeds.
 """
 
 import argparse
@@ -44,8 +46,6 @@ PLANTED = {
     "KL at 0": {"method": "kto", "lr": 3e-3},  # on bad completions, and few good ones
     "saturation": {"method": "dpo", "lr": 5e-3, "epochs": 5},  # on pairs without noise
     "length": {"method": "dpo", "lr": 3e-3},  # on pairs whose chosen side is the longer one
-    # The learning rate rises until it destroys what was learned.
-    "past its best": {"method": "dpo", "lr": 0.3, "warmup": 0.99, "epochs": 4, "eval_every": 4},
 }
 
 
@@ -116,13 +116,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=0, help="seeds of each")
-    parser.add_argument("--only", nargs="*", default=[*PLANTED, "clean"])
+    parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--made-up", action="store_true", help="train nothing")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = None if asked.made_up else learned_words(Path(folder))
-        for kind in asked.only:
-            count = asked.count or (PLANTINGS if kind in PLANTED else CLEAN)
+        every = planted_runs.PLANTED if asked.made_up else [*PLANTED, "clean"]
+        for kind in asked.only or every:
+            count = asked.count or (CLEAN if kind == "clean" else PLANTINGS)
             found = []
             for seed in range(asked.first, asked.first + count):
                 if asked.made_up:
@@ -131,9 +132,7 @@ def main():
                 else:
                     settings = PLANTED.get(kind, {"method": ("dpo", "kto")[seed % 2]})
                     found.append(warnings_of(model, kind, seed, settings))
-            warned = sum(map(bool, found))
-            if kind in PLANTED:
-                warned = sum(kind in one for one in found)
+            warned = sum(bool(one) if kind == "clean" else kind in one for one in found)
             names = sorted({name for one in found for name in one})
             print(f"{kind}: {warned} of {count} warned of ({', '.join(names)})", flush=True)
 
