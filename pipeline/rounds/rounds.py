@@ -14,10 +14,10 @@ round-001/eval-samples, eval-judged   held-out answers of its policy; instead of
 from __future__ import annotations
 
 import gc
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,16 +30,16 @@ from ...schemas.errors import (
     damaged,
     differences,
 )
-from ...schemas.json_codec import to_json
+from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
 from ...schemas.round_options import ServerOptions
 from ...stages.model.reference import HfReference
 from ...stages.report.text_tables import grid
-from ...stages.server.own_server import own_server
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.disk.locks import owner_lock
 from ...stages.storage.output_folder import OutputFolder
-from ...stages.storage.tables import TableFolder
+from ...stages.storage.records import Records
+from ...stages.storage.run.run_folder import RunFolder
 from ...stages.tracking.progress import Progress
 from ...stages.tracking.run import recorded, tagged
 from ...stages.tracking.run_record import ROUND_TAG, ROUNDS_TAG
@@ -55,8 +55,28 @@ from ..train.train import train
 from .round_prompts import prompts_of_round, write_prompts
 from .rounds_checks import Rounds, digest_of_model, open_rounds
 from .rounds_evaluation import evaluate, stop_reason
+from .served_policy import ServedPolicy
 
 TRAINED = ["loss", "rewards/margins", "rewards/accuracies", "rewards/ties", "kl/raw", "kl/tokens"]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A line of rounds.jsonl, with its digest."""
+
+    round: int
+    model: str  # its digest
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What rounds.json holds."""
+
+    binding: dict[str, str]
+
+
+BEGUN = Records(Begun, remedy="Restore it from a copy.")
 
 
 def run_rounds(settings: Settings, *, progress: Progress) -> str:
@@ -65,10 +85,11 @@ def run_rounds(settings: Settings, *, progress: Progress) -> str:
     root, config = rounds.root, rounds.config
     OutputFolder(root, "rounds").prepare()
     with owner_lock(root, "rounds"):
+        _make_folder(root / "answers")
         lines = _finished(rounds)
         known, stopped = len(lines), ""
         for line in lines:
-            stopped = stopped or stop_reason(line["round"], line["metrics"], config.rounds)
+            stopped = stopped or stop_reason(line.round, line.metrics, config.rounds)
         if stopped or known > config.rounds.count:
             return _text(rounds, lines, known, stopped)
 
@@ -81,7 +102,7 @@ def run_rounds(settings: Settings, *, progress: Progress) -> str:
             parent.set_tags(tag)
             parent.log_params(without_secrets(rounds.binding))
             for line in lines:
-                parent.log_metrics(line["metrics"], step=line["round"])
+                parent.log_metrics(line.metrics, step=line.round)
             while len(lines) <= config.rounds.count and not stopped:
                 number = len(lines)
                 progress.say(f"round {number} of {config.rounds.count}")
@@ -94,29 +115,43 @@ def run_rounds(settings: Settings, *, progress: Progress) -> str:
                     stopped = f"train.max_time stopped round {number}; the same command continues"
                     break
                 model = digest_of_model(rounds.policy(number))
-                lines.append({"round": number, "model": model, "metrics": metrics})
-                fs.publish(root / "rounds.jsonl", "".join(map(to_json, lines)).encode())
+                lines.append(Finished(number, model, metrics))
+                fs.publish(root / "rounds.jsonl", "".join(map(to_signed_json, lines)).encode())
                 parent.set_tags({f"align.round-{number:03d}.model": model})
                 parent.log_metrics(metrics, step=number)
                 stopped = stop_reason(number, metrics, config.rounds)
         return _text(rounds, lines, known, stopped)
 
 
-def _finished(rounds: Rounds) -> list[dict[str, Any]]:
-    """The lines of finished rounds; refuses other settings than theirs, and a changed policy."""
-    root = rounds.root
+def _finished(rounds: Rounds) -> list[Finished]:
+    """The lines of finished rounds; refuses other settings than theirs, and a changed policy.
+
+    Settings may change until the first training has saved something: what was sampled and judged
+    by then is found again by its own keys.
+    """
+    root, run = rounds.root, RunFolder(rounds.folder(1) / "run")
     for name in ("rounds.json", "rounds.jsonl", "prompts.parquet", "held-out.parquet"):
         fs.drop_drafts(root / name)
-    begun, lines = _read_lines(root / "rounds.json"), _read_lines(root / "rounds.jsonl")
-    if not begun:
-        fs.publish(root / "rounds.json", to_json(rounds.binding).encode())
-    elif differing := differences(begun[0], rounds.binding, had="the rounds have").values():
+    begun, lines = BEGUN.find(root / "rounds.json"), _read_lines(root / "rounds.jsonl")
+    now = Begun(dict(rounds.binding))
+    found = differences(begun.binding, now.binding, had="the rounds have") if begun else {}
+    if found and (len(lines) > 1 or run.steps() or run.model.exists()):
+        others = f"remove {run.root} to train it anew, or " if len(lines) < 2 else ""
         raise FingerprintError(
             f"The rounds in {root} are made from something else. What differs:\n  "
-            + "\n  ".join(differing)
-            + "\nUndo the change, or choose another --output."
+            + "\n  ".join(found.values())
+            + f"\nUndo the change, {others}choose another --output."
         )
-    if lines and digest_of_model(policy := rounds.policy(len(lines) - 1)) != lines[-1]["model"]:
+    if found:
+        lines = []  # the first model is measured again
+        fs.unlink(root / "rounds.jsonl")
+        fs.fsync(root)
+        # A cache never changes, and only settings of the training leave its rows as they are.
+        if not all(name.startswith(("train.", "lora.", "method.")) for name in found):
+            fs.remove_tree(rounds.folder(1) / "cache")
+    if begun != now:
+        BEGUN.replace(root / "rounds.json", now)
+    if lines and digest_of_model(policy := rounds.policy(len(lines) - 1)) != lines[-1].model:
         raise CorruptionError(
             f"{policy.path} is not the model that round {len(lines) - 1} has trained. Restore it "
             "from a copy, or choose another --output."
@@ -124,13 +159,20 @@ def _finished(rounds: Rounds) -> list[dict[str, Any]]:
     return lines
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path) -> list[Finished]:
     if not path.exists():
         return []
     try:
-        return [json.loads(line) for line in fs.read_bytes(path).splitlines()]
-    except ValueError as error:
+        lines = fs.read_bytes(path).splitlines(keepends=True)
+        return [from_signed_json(Finished, line) for line in lines]
+    except CodecError as error:
         raise damaged(path, str(error), "Restore it from a copy.") from error
+
+
+def _make_folder(path: Path) -> None:
+    """Makes a folder whose name is durable before anything is in it."""
+    fs.make_folder(path)
+    fs.fsync(path.parent)
 
 
 def _round(rounds: Rounds, number: int, progress: Progress) -> dict[str, float] | None:
@@ -140,7 +182,7 @@ def _round(rounds: Rounds, number: int, progress: Progress) -> dict[str, float] 
     """
     config, folder = rounds.config, rounds.folder(number)
     options, metrics = config.rounds, dict[str, float]()
-    fs.make_folder(folder)
+    _make_folder(folder)
     if number:
         # Rows of the last policy's own answers.
         prompts = rounds.root / "prompts.parquet"
@@ -190,7 +232,8 @@ def _round(rounds: Rounds, number: int, progress: Progress) -> dict[str, float] 
             return None
         _say(trained.text(), progress)
         last = read_history(folder / "run" / "metrics.jsonl").learned.row(-1, named=True)
-        metrics = {f"train/{name}": last[name] for name in TRAINED if last.get(name) is not None}
+        known = {name: last[name] for name in TRAINED if last.get(name) is not None}
+        metrics = {f"train/{name}": float(value) for name, value in known.items()}
 
     if rounds.held_out:
         eval_options = {
@@ -207,26 +250,15 @@ def _round(rounds: Rounds, number: int, progress: Progress) -> dict[str, float] 
 
 def _sample(rounds: Rounds, number: int, config: Config, prompts: Path, progress: Progress) -> None:
     """Samples of a round's policy, in this process or by a server that has it."""
-    policy, output = rounds.policy(number), Path(config.sample.output)
-    if TableFolder(output, "samples").find():
-        return
     # The server of the settings is the judge's.
-    own = {"model": policy, "data.files": [str(prompts)], "server": ServerOptions()}
-    config, serve, log = changed(config, own), config.rounds.serve, output.with_name("server.log")
-    if not serve:
-        _say(sample(config, progress=progress).text(), progress)
-        return
-    progress.say(f"serving {policy.path}; its output is in {log}")
-    with own_server(serve, policy.path, log=log, timeout=config.rounds.serve_timeout) as url:
-        server = {
-            "server.url": url,
-            "server.model": str(Path(policy.path).resolve()),
-            "server.revision": digest_of_model(policy),
-            "server.concurrency": rounds.config.server.concurrency,
-            "server.timeout": rounds.config.server.timeout,
-            "server.retries": rounds.config.server.retries,
-        }
-        _say(sample(changed(config, server), progress=progress).text(), progress)
+    own = {"data.files": [str(prompts)], "server": ServerOptions()}
+    config = changed(config, {"model": rounds.policy(number), **own})
+    sampler = None
+    with ExitStack() as stack:
+        if config.rounds.serve:
+            log = Path(config.sample.output).with_name("server.log")
+            sampler = ServedPolicy(config, rounds.config.server, log, stack, progress)
+        _say(sample(config, progress=progress, sampler=sampler).text(), progress)
 
 
 def _say(text: str, progress: Progress) -> None:
@@ -249,21 +281,27 @@ COLUMNS = {
 }
 
 
-def _text(rounds: Rounds, lines: Sequence[Mapping[str, Any]], known: int, stopped: str) -> str:
+def _text(rounds: Rounds, lines: Sequence[Finished], known: int, stopped: str) -> str:
     """A table of the rounds, and where the last policy is."""
-    rows = []
+    rows, notes = [], []
     for line in lines if rounds.held_out else ():
-        found = {name.removeprefix("held_out/"): of for name, of in line["metrics"].items()}
+        found = {name.removeprefix("held_out/"): of for name, of in line.metrics.items()}
         cells = {
             name: format(found[measure], form) if measure in found else "-"
             for name, (measure, form) in COLUMNS.items()
         }
-        if line["round"]:
+        if line.round:
             low, high = (found[f"win_rate/previous/{end}"] for end in ("low", "high"))
             cells["95 %"] = f"{low:.3f}-{high:.3f}"
-        rows.append([str(line["round"]), *cells.values()])
+            if unjudged := int(found["unjudged/previous"]):
+                all_of = counted(int(found["comparisons/previous"]) + unjudged, "comparisons")
+                notes.append(
+                    f"round {line.round}: {unjudged:,} of {all_of} with the policy before have no "
+                    "verdict, and are not in its win rate"
+                )
+        rows.append([str(line.round), *cells.values()])
     last, before = max(len(lines) - 1, 0), max(known - 1, 0)
-    said = grid(["round", *COLUMNS], rows) if rows else []
+    said = [*grid(["round", *COLUMNS], rows), *notes] if rows else []
     said.append(f"{counted(last - before, 'rounds')} made now, {before:,} known before")
     said += [stopped] if stopped else []
     said.append(f"last policy: {rounds.policy(last).path}" if last else f"in {rounds.root}")

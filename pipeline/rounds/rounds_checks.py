@@ -27,6 +27,7 @@ from ..options.table import INSTEAD, bound
 from ..plan.cache_checks import require_own_samples
 from ..precompute.opening import require_model
 from ..tables.judge import CHECKS, LANGUAGE, require_judge
+from ..tables.judges import ADDED
 from ..tables.language_judge import judge_sampler
 from ..tables.samplers import require_sampled_model, sampling_of
 from .round_prompts import split_prompts
@@ -75,7 +76,12 @@ def open_rounds(settings: Settings) -> Rounds:
             "rounds.min_win_rate and rounds.max_length_growth are measured on held-out prompts, "
             "and none is held out. Raise rounds.eval_fraction, or set both to 0."
         )
-    binding = _binding(config, prompts, held_out)
+    carried = [*dict.fromkeys(name for one in (*prompts, *held_out) for name in one.carried)]
+    if taken := [name for name in ADDED if name in carried]:
+        raise UsageError(
+            f"data.files: the prompts have a column {taken[0]!r}, which judging adds. Rename it."
+        )
+    binding = _binding(config, prompts, held_out, carried)
     own = {
         "data.map": {},
         "sample.answers": str(root / "answers" / "samples"),
@@ -151,7 +157,10 @@ def _require_settings(config: Config, recipe: Recipe) -> None:
 
 
 def _binding(
-    config: Config, prompts: Sequence[Prompt], held_out: Sequence[Prompt]
+    config: Config,
+    prompts: Sequence[Prompt],
+    held_out: Sequence[Prompt],
+    carried: Sequence[str],
 ) -> dict[str, str]:
     """What every round depends on: settings, and digests of what they name by a path.
 
@@ -169,7 +178,7 @@ def _binding(
         if path:
             found[name] = digest_of_model(replace(config.model, path=path, adapter=""))
     if judge.by in CHECKS:
-        _, identity = verifier_of(judge, [*prompts[0].carried])
+        _, identity = verifier_of(judge, carried)
         found |= {f"judge.{name}": value for name, value in identity.items()}
     for name, side in (("prompts", prompts), ("held-out prompts", held_out)):
         found[name] = digest([[one.key, repr(sorted(one.carried.items()))] for one in side])

@@ -1,7 +1,8 @@
 """Runs a command in a process group of its own, and ends the group when standard input ends.
 
 align holds the other end of that pipe, and the system closes it however align ends, also by a
-SIGKILL: no server is left. A program by itself, without any import of align.
+SIGKILL: no server is left. A signal to this program ends the group as well. A program by itself,
+without any import of align.
 """
 
 import os
@@ -22,13 +23,21 @@ def main() -> int:
         with suppress(ProcessLookupError):  # all of them have ended
             os.killpg(server.pid, number)
 
-    def end_with_align() -> None:
-        os.read(0, 1)  # not by sys.stdin, whose lock would hold up the end of this program
+    def end_all() -> None:
         end(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             server.wait(GRACE)
         end(signal.SIGKILL)
 
+    def end_with_align() -> None:
+        os.read(0, 1)  # not by sys.stdin, whose lock would hold up the end of this program
+        end_all()
+
+    def end_by_signal(*_: object) -> None:
+        threading.Thread(target=end_all, daemon=True).start()  # here `server.wait` would not return
+
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, end_by_signal)
     threading.Thread(target=end_with_align, daemon=True).start()
     code = server.wait()
     end(signal.SIGKILL)  # children that it left behind

@@ -46,48 +46,62 @@ def command_of(serve: str, model: str, port: int) -> list[str]:
 @contextmanager
 def own_server(serve: str, model: str, *, log: Path, timeout: float) -> Iterator[str]:
     """The address of a server that has the model; its output goes to the end of `log`."""
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        port = free.getsockname()[1]
-    command = command_of(serve, str(Path(model).resolve()), port)
-    with log.open("ab") as sink:
-        begun = sink.tell()
-        # The guard ends the server once this pipe is closed: here, or by the end of this process.
-        guard = subprocess.Popen(
-            [sys.executable, "-I", str(GUARD), *command],
-            stdin=subprocess.PIPE,
-            stdout=sink,
-            stderr=sink,
-            start_new_session=True,  # or Ctrl-C would end it before its server
-        )
+    with _held_port() as port:
+        command = command_of(serve, str(Path(model).resolve()), port)
+        with log.open("ab") as sink:
+            begun = sink.tell()
+            # The guard ends the server once this pipe is closed: here, or as this process ends.
+            guard = subprocess.Popen(
+                [sys.executable, "-I", str(GUARD), *command],
+                stdin=subprocess.PIPE,
+                stdout=sink,
+                stderr=sink,
+                start_new_session=True,  # or Ctrl-C would end it before its server
+            )
 
-    def require_alive(when: str) -> None:
-        if guard.poll() is not None:
-            raise ServerError(f"The server of rounds.serve ended {when}. {_end_of(log, begun)}")
+        def require_alive(when: str) -> None:
+            if guard.poll() is not None:
+                raise ServerError(f"The server of rounds.serve ended {when}. {_end_of(log, begun)}")
 
-    try:
-        until = time.monotonic() + timeout
-        is_ready = False
-        while not is_ready:
-            time.sleep(BETWEEN_LOOKS)
-            is_ready = _is_ready(port)
-            require_alive("before it was ready")  # also if another process answers at its port
-            if not is_ready and time.monotonic() > until:
-                raise ServerError(
-                    f"The server of rounds.serve does not answer at port {port} after {timeout:g} "
-                    f"s (rounds.serve_timeout). {_end_of(log, begun)}"
-                )
         try:
-            yield f"http://{HOST}:{port}/v1"
-        except ServerError:
-            with suppress(subprocess.TimeoutExpired):  # it may be about to end
-                guard.wait(1)
-            require_alive("while it sampled; the same command resumes")
-            raise
-    finally:
-        assert guard.stdin, "it is a pipe"
-        guard.stdin.close()
-        guard.wait()
+            until = time.monotonic() + timeout
+            is_ready = False
+            while not is_ready:
+                time.sleep(BETWEEN_LOOKS)
+                is_ready = _is_ready(port)
+                require_alive("before it was ready")  # also if another process answers at its port
+                if not is_ready and time.monotonic() > until:
+                    raise ServerError(
+                        f"The server of rounds.serve does not answer at port {port} after "
+                        f"{timeout:g} s (rounds.serve_timeout). {_end_of(log, begun)}"
+                    )
+            while_sampling = "while it sampled; the same command resumes"
+            try:
+                yield f"http://{HOST}:{port}/v1"
+            except ServerError:
+                with suppress(subprocess.TimeoutExpired):  # it may be about to end
+                    guard.wait(1)
+                require_alive(while_sampling)
+                raise
+            require_alive(while_sampling)
+        finally:
+            assert guard.stdin, "it is a pipe"
+            guard.stdin.close()
+            guard.wait()
+
+
+@contextmanager
+def _held_port() -> Iterator[int]:
+    """A free port that the system gives to no other program during the block.
+
+    It is bound here and nobody listens: a server may listen that asks to reuse addresses, as they
+    all do.
+    """
+    with socket.socket() as held:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            held.setsockopt(socket.SOL_SOCKET, option, 1)
+        held.bind((HOST, 0))
+        yield held.getsockname()[1]
 
 
 def _is_ready(port: int) -> bool:
@@ -99,7 +113,7 @@ def _is_ready(port: int) -> bool:
                 status = connection.getresponse().status
             except (OSError, HTTPException):
                 return False
-        if status != 404:
+        if not 400 <= status < 500:
             return status == 200
     return False
 

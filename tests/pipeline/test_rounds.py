@@ -117,6 +117,57 @@ def test_rounds_with_other_settings_or_without_their_last_model_are_refused(
         model.write_text(content)
 
 
+# What goes wrong in turn, each after more was paid for, and the correction of it.
+CORRECTED = [
+    ({"judge": {"function": "builtins:len"}}, ("builtins:len",)),
+    ({"select": {"keep_cut": False}}, ("--keep-cut",)),
+    ({"train": {"desirable_share": 0.5}}, ("train.desirable_share",)),
+]
+
+
+def test_settings_may_be_corrected_until_a_training_has_saved_something(world, tmp_path):
+    rounds = {"count": 1, "output": str(tmp_path / "out")}
+    short = {"sample": {"max_new_tokens": 2}, "rounds": rounds}
+    with counted() as paid:
+        for changes, names in CORRECTED:
+            refusal(2, "rounds", write_settings(tmp_path, world, **short, **changes), names=names)
+        path = write_settings(tmp_path, world, **short, select={"rows": "all_pairs"})
+        assert play(path).code == 0
+    held_out = len(prompts_in(tmp_path / "out" / "held-out.parquet"))
+    assert len({*paid.sampled}) == 8 * 3 + held_out
+    assert len(paid.sampled) == 8 * 3 + 2 * held_out  # of two policies
+
+    # The training is done, and its round is not.
+    lines = tmp_path / "out" / "rounds.jsonl"
+    lines.write_text(lines.read_text().splitlines(keepends=True)[0])
+    run = tmp_path / "out" / "round-001" / "run"
+    refusal(4, "rounds", write_settings(tmp_path, world, **short), names=("select.rows", run))
+
+
+@pytest.mark.parametrize("name", ["rounds.json", "rounds.jsonl"])
+def test_a_changed_number_in_what_rounds_keep_is_damage(played, name):
+    path = played.folder / name
+    content = path.read_text()
+    place = content.index("0.")
+    path.write_text(f"{content[:place]}9{content[place + 1 :]}")
+    try:
+        refusal(5, "rounds", played.path, names=(path,))
+    finally:
+        path.write_text(content)
+
+
+def test_a_damaged_table_of_samples_is_made_again(played):
+    last = played.folder / "rounds.jsonl"
+    samples = played.folder / "round-003" / "samples" / "samples.parquet"
+    content, whole = last.read_text(), samples.read_bytes()
+    last.write_text("".join(content.splitlines(keepends=True)[:-1]))
+    samples.write_bytes(whole[:60] + bytes([whole[60] ^ 255]) + whole[61:])
+    with counted() as paid:
+        assert play(played.path, "--count", 3).code == 0
+    assert (samples.read_bytes(), last.read_text()) == (whole, content)
+    assert not paid.sampled
+
+
 def test_rounds_stop_below_the_win_rate(played, world, tmp_path):
     rates = [line["metrics"]["held_out/win_rate/previous"] for line in played.lines[2][1:]]
     rate = min(rates)

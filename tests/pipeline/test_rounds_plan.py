@@ -1,5 +1,7 @@
 """How rounds split prompts, measure and stop, and what they refuse, without a model."""
 
+import json
+
 import polars as pl
 import pytest
 
@@ -74,6 +76,23 @@ def test_rounds_depend_on_the_template_of_their_judge(world, tmp_path):
         template.write_text(text)
         made.append(opened(tmp_path, world, judge=judge, server={**SERVED, "revision": "1"}))
     assert made[0].binding != made[1].binding
+
+
+def prompts_of(folder, *rows):
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return {"files": [str(path)]}
+
+
+def test_columns_of_prompts_are_looked_at_before_any_work(world, tmp_path):
+    few = {"eval_fraction": 0.0}
+    for name in ("wins", "ties"):
+        data = prompts_of(tmp_path, *({"prompt": f"p{n}", name: n} for n in range(4)))
+        with refuses(UsageError, "data.files", name):
+            opened(tmp_path, world, data=data, rounds=few)
+    # A reference answer that the first prompt lacks.
+    data = prompts_of(tmp_path, {"prompt": "p0"}, {"prompt": "p1", "answer": "a"})
+    opened(tmp_path, world, data=data, rounds=few, judge={"by": "exact", "function": ""})
 
 
 GRPO = {"train": {"method": "grpo"}, "cache": {"kl_pairs": 0, "token_logps": True}}

@@ -13,7 +13,7 @@ import yaml
 from align.schemas.errors import ServerError
 from support.command import refusal
 from support.rounds_play import lines_of, play, prompts_in, write_settings
-from support.stub_policy import events, pids_in, require_ended, serve_by
+from support.stub_policy import JUDGES_KEY, events, pids_in, require_ended, serve_by
 from support.trainings import KILLED
 
 FEW = {"count": 1, "prompts_per_round": 6}
@@ -73,14 +73,17 @@ def test_each_policy_is_served_in_turn_and_nothing_is_asked_again(here, world):
     ],
 )
 def test_a_server_that_fails_ends_rounds_by_its_last_lines_and_costs_no_answer(
-    here, world, words, settings, named
+    here, world, words, settings, named, monkeypatch
 ):
     path = served(here, world, *words, rounds={**FEW, **settings})
     log = Path("out") / "round-000" / "server.log"
     refusal(ServerError.exit_code, "rounds", path, names=("rounds.serve", log, *named))
     _, answered = counts(here / "events")
-    # With a command that works the same rounds resume.
-    assert play(served(here, world)).code == 0
+    # With a command that works the same rounds resume, also where the model has moved.
+    shutil.copytree(world.model, here / "moved")
+    monkeypatch.setenv("OPENAI_API_KEY", JUDGES_KEY)
+    assert play(served(here, world, model={"path": str(here / "moved")})).code == 0
+    assert "key" not in {what for what, _ in events(here / "events")}
     asked, _ = counts(here / "events")
     assert sum(asked[key] > 1 for key in answered) <= CONCURRENCY  # on their way as it died
 

@@ -30,7 +30,7 @@ def write_settings(folder, world, **changes):
     """A rounds.yaml; `changes` are sections that differ from SHORT."""
     sections = {name: {**SHORT.get(name, {}), **changes.get(name, {})} for name in SHORT | changes}
     sections["model"] = {"path": str(world.model), **sections.get("model", {})}
-    sections["data"] = {"files": [str(world.data.paired)]}
+    sections["data"] = {"files": [str(world.data.paired)], **sections.get("data", {})}
     path = folder / "rounds.yaml"
     path.write_text(yaml.safe_dump(sections))
     return path

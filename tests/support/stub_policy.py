@@ -22,6 +22,7 @@ sys.path.insert(0, str(TESTS))
 from support.chat_server import ChatServer  # noqa: E402 - it is found only now
 
 LIFE = 300  # seconds, if nobody ends it
+JUDGES_KEY = "of-the-judge"  # which a policy is never given
 SOON = 60  # seconds until what was ended has to be gone
 
 
@@ -38,6 +39,8 @@ class StubPolicy(ChatServer):
 
     def begin(self, asked):
         write(self.log, "asked", key_of(asked))
+        if JUDGES_KEY in asked.headers.get("authorization", ""):
+            write(self.log, "key", key_of(asked))
         return super().begin(asked)
 
     def reply(self, asked, fault):

@@ -2,8 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -76,6 +79,24 @@ def test_a_server_that_is_never_ready_is_one_message_with_the_end_of_its_log(
         pass
     if pids := pids_in(tmp_path / "events"):
         require_ended(pids)
+
+
+def test_nobody_else_gets_the_port_and_a_server_that_is_gone_is_an_error(serving, tmp_path):
+    with refuses(ServerError, "rounds.serve", tmp_path / "server.log"), serving() as url:
+        os.kill(pids_in(tmp_path / "events")[0], signal.SIGKILL)
+        require_ended(pids_in(tmp_path / "events"))
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", urlsplit(url).port))
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_server_ends_with_its_guard(serving, tmp_path, how):
+    with refuses(ServerError, "rounds.serve"), serving():
+        pids = pids_in(tmp_path / "events")
+        stat = Path(f"/proc/{pids[0]}/stat").read_text()
+        os.kill(int(stat.rpartition(")")[2].split()[1]), getattr(signal, how))  # its parent
+        require_ended(pids)
+        raise ServerError("no answer")
 
 
 def test_a_server_that_dies_in_the_middle_is_named_instead_of_the_request(serving, tmp_path):

@@ -1,0 +1,55 @@
+"""The policy of a round behind a server of our own, which starts once a sample is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from ...schemas.config import Config
+from ...schemas.round_options import ServerOptions
+from ...schemas.samples import SERVER, OpenSampler, Sampler, Sampling
+from ...stages.server.own_server import own_server
+from ...stages.tracking.progress import Progress
+from ..tables.samplers import sampler_of
+from .rounds_checks import digest_of_model
+
+
+class ServedPolicy(Sampler):
+    """A policy that is known by its digest, wherever it is; its server ends with the stack."""
+
+    device = SERVER
+
+    def __init__(
+        self,
+        config: Config,
+        server: ServerOptions,
+        log: Path,
+        stack: ExitStack,
+        progress: Progress,
+    ) -> None:
+        self.config, self.server, self.log = config, server, log
+        self.stack, self.progress = stack, progress
+        self.digest = digest_of_model(config.model)
+
+    def identity(self) -> Mapping[str, str]:
+        """The digest of the policy."""
+        return {"served_model": self.digest}
+
+    def open(self, sampling: Sampling) -> OpenSampler:
+        """Starts the server."""
+        model, rounds = self.config.model, self.config.rounds
+        self.progress.say(f"serving {model.path}; its output is in {self.log}")
+        url = self.stack.enter_context(
+            own_server(rounds.serve, model.path, log=self.log, timeout=rounds.serve_timeout)
+        )
+        server = replace(
+            self.server,
+            url=url,
+            model=str(Path(model.path).resolve()),
+            revision=self.digest,
+            key_variable="",  # the key is the judge's
+            max_tokens=0,
+        )
+        return sampler_of(model, self.config.tokens, server, self.config.scoring).open(sampling)
