@@ -33,7 +33,7 @@ class ServerOptions:
         default=120.0, gt=0, description="seconds until a request without an answer counts as lost"
     )
     retries: int = Field(
-        default=3, ge=0, description="times that a request is sent again, after growing pauses"
+        default=8, ge=0, description="times that a request is sent again, after growing pauses"
     )
     max_tokens: int = Field(
         default=0,

@@ -206,7 +206,7 @@ def _lines(folder: TableFolder, made: TableManifest, tally: Tally) -> tuple[str,
             f"{counts['judge_completion_tokens']:,} written"
         )
     if counts.get("questions_not_taken"):
-        untaken = counted(counts["questions_not_taken"], "questions that the judge cannot take")
-        lines.append(f"{untaken}, such as one longer than its context; asked again next time")
+        untaken = counted(counts["questions_not_taken"], "questions that the judge refuses")
+        lines.append(f"{untaken}; asked again next time")
     following = f"next: align select {folder}"
     return (*lines, following if counts["judged"] else "no sample has a score to select by")

@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import Any, TypeAlias
 
 from ...schemas.config import Config
-from ...schemas.errors import UsageError
+from ...schemas.errors import UsageError, counted, logger
 from ...schemas.json_codec import digest
 from ...schemas.samples import (
     KEY_LENGTH,
@@ -167,6 +167,15 @@ class Asker:
         not_taken = answers.refused(keyed)
         if len(not_taken) < len(answers.missing(keyed)):
             raise OthersAreNotDone
+        if not_taken:
+            refused = f"the judge refuses {len(not_taken):,} of {counted(len(keyed), 'questions')}"
+            reason = next(iter(not_taken.values()))
+            if len(not_taken) == len(keyed):
+                raise UsageError(
+                    f"judge.by {options.by}: {refused}: {reason}. Change the setting or the "
+                    "model that it names."
+                )
+            logger.warning("%s, the first with: %s", refused, reason)
 
         read = score_in if self.template.kind == "rubric" else verdict_in
         verdicts: dict[str, Any] = dict.fromkeys(not_taken)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ...schemas.config import Config
-from ...schemas.errors import BadDataError, UsageError, counted
+from ...schemas.errors import BadDataError, UsageError, counted, logger
 from ...schemas.json_codec import digest
 from ...schemas.samples import (
     Drawing,
@@ -263,10 +263,12 @@ def _published(
         if reasons.keys().isdisjoint(own)
     }
     refused = len(keys) - len(prompts)
-    if not prompts:
-        raise BadDataError(
-            f"The model refuses all {counted(refused, 'prompts')}: {next(iter(reasons.values()))}."
-        )
+    if refused:
+        first = next(iter(reasons.values()))
+        what = f"the model refuses {refused:,} of {counted(len(keys), 'prompts')}"
+        if not prompts:
+            raise UsageError(f"{what}: {first}. Change the setting or the model that it names.")
+        logger.warning("%s, the first with: %s", what, first)
     own = [key for prompt in prompts for key in keys[prompt]]
     if answers.missing(own):
         return None

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from ...schemas.errors import UsageError
+from ...schemas.json_codec import digest
 from ...schemas.round_options import JudgeOptions
 
 Row: TypeAlias = "Mapping[str, Any]"  # of the samples' table
@@ -23,6 +24,7 @@ Verifier: TypeAlias = "Callable[[Row, str], float | None]"
 
 # Cached, because a file may be edited after this process has loaded it.
 _sources: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
+_LIBRARIES = ("site-packages", "dist-packages")  # whose files are loaded for many reasons
 
 
 def verifier_of(options: JudgeOptions, columns: Sequence[str]) -> tuple[Verifier, dict[str, str]]:
@@ -69,7 +71,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _imported(name: str) -> tuple[Callable[..., Any], dict[str, str]]:
-    """The function of `MODULE:FUNCTION`, also from the current folder, and its file's digest."""
+    """The function of `MODULE:FUNCTION`, also from the current folder, and its code's digest."""
     module_name, _, function_name = name.partition(":")
     if not (module_name and function_name):
         raise UsageError(
@@ -90,9 +92,22 @@ def _imported(name: str) -> tuple[Callable[..., Any], dict[str, str]]:
     if not callable(function):
         raise UsageError(f"judge.function: {module_name} has no function {function_name!r}.")
     if module not in _sources:
-        file = getattr(module, "__file__", None)  # a module of Python itself may have none
-        _sources[module] = hashlib.sha256(Path(file).read_bytes() if file else b"").hexdigest()
+        _sources[module] = _source_of(module)
     return function, {"source": _sources[module]}
+
+
+def _source_of(module: ModuleType) -> str:
+    """The digest of a module's file, and of the files beside it that are loaded."""
+    own = vars(module).get("__file__")
+    if not own:  # a module of Python itself
+        return ""
+    files = {Path(own)}
+    if Path(own).parent.name not in _LIBRARIES:
+        loaded = [one for one in [*sys.modules.values()] if isinstance(one, ModuleType)]
+        # Not by getattr, which would load a lazy module.
+        paths = {Path(file) for one in loaded if (file := vars(one).get("__file__"))}
+        files |= {path for path in paths if path.parent == Path(own).parent}
+    return digest({file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files})
 
 
 def _checked(function: Callable[..., Any], name: str) -> Verifier:

@@ -2,8 +2,8 @@
 
 The client sends a request again after a time-out, a lost connection, 408, 409, 429 and 5xx, with
 growing pauses or the server's Retry-After. Here is what a paid run needs beside that: a bounded
-number of requests in flight, each answer handed over before the next request begins, a budget in
-tokens, and errors that name the setting.
+number of requests in flight, each answer handed over before the next request begins, another
+request after an answer that cannot be read, a budget in tokens, and errors that name the setting.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
@@ -33,6 +34,8 @@ logger = logging.getLogger("align")
 
 NEWER_LIMIT = "max_completion_tokens"
 MOST_SAID = 300  # characters of a server's own words
+_NO_KEY = "none"  # the client requires one, and is told not to send it
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 8.0  # seconds, as the client pauses
 _OF_THIS_PROMPT = frozenset((400, 413, 422))
 _SENT_AGAIN = frozenset((408, 409, 429))  # and 5xx
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
@@ -41,6 +44,8 @@ _PAST_PROXIES: Mapping[str, None] = {
     f"all://{host}": None for host in ("localhost", "127.0.0.1", "[::1]")
 }
 _UNFINISHED = frozenset((None, "abort", "error"))  # of vLLM and SGLang, for requests they gave up
+# The number of requests that were sent for the sample of the current task.
+_sent: ContextVar[int] = ContextVar("sent", default=0)
 
 CountTokens: TypeAlias = Callable[[Prompt], int]
 Outcome: TypeAlias = Sample | Refused
@@ -59,6 +64,8 @@ class ServerSampler(Sampler):
             )
         self.options = options
         self.settings = _client_settings(options)
+        has_key = self.settings["api_key"] != _NO_KEY
+        self.headers = {} if has_key else {"Authorization": openai.Omit()}
         self.count_tokens = count_tokens
         self.tokens = 0  # read and written, and what lost answers may have cost
         self.limit = "max_tokens"  # what the server calls the most tokens of an answer
@@ -78,7 +85,7 @@ class ServerSampler(Sampler):
             with openai.OpenAI(
                 **self.settings, timeout=self.options.timeout, http_client=http
             ) as client:
-                names = [one.id for one in client.models.list().data]
+                names = [one.id for one in client.models.list(extra_headers=self.headers).data]
         except (openai.OpenAIError, AttributeError, TypeError, ValueError) as error:
             failure = _failure(error, self.options)
             raise type(failure)(f"{failure} Or name the model: server.model.") from None
@@ -185,18 +192,22 @@ class OpenServer:
         except BadRow as bad:
             return Refused(key, number, bad.detail)
 
-        failure: Exception | None = None
-        for _ in range(self._options.retries + 1):
+        unread, pause = 0, FIRST_PAUSE
+        while True:
             try:
                 sample = self._read(await self._answer(client, prompt, number), key, number)
             except openai.APIStatusError as error:
                 if error.status_code in _OF_THIS_PROMPT:
                     return Refused(key, number, _said_in(error))
-                raise _failure(error, self._options) from None
+                raise _failure(error, self._options, _sent.get()) from None
             except openai.OpenAIError as error:
-                raise _failure(error, self._options) from None
-            except (AttributeError, TypeError, ValueError) as error:
-                failure = error  # an answer of another form: it is asked for again
+                raise _failure(error, self._options, _sent.get()) from None
+            except (AttributeError, TypeError, ValueError) as error:  # an answer of another form
+                unread += 1
+                if unread > self._options.retries:
+                    raise _failure(error, self._options, _sent.get()) from None
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
                 continue
             if tokens not in {None, sample.prompt_tokens}:
                 raise UsageError(
@@ -206,8 +217,6 @@ class OpenServer:
                     "that it has."
                 )
             return sample
-        assert failure
-        raise _failure(failure, self._options) from None
 
     async def _answer(self, client: openai.AsyncOpenAI, prompt: Prompt, number: int) -> Any:
         """The answer to one request; parameters of only some servers are in it only if set."""
@@ -223,6 +232,7 @@ class OpenServer:
             "top_p": sampling.top_p,
             "seed": seed_of(sampling.seed, prompt.key, number),
             "extra_body": more,
+            "extra_headers": self._sampler.headers,
         }
         if prompt.tools:
             body["tools"] = [*prompt.tools]
@@ -241,8 +251,10 @@ class OpenServer:
 
     def _read(self, answer: Any, key: str, number: int) -> Sample:
         """The only completion in an answer, whose cost is counted first."""
-        usage = answer.usage
-        self._sampler.tokens += usage.prompt_tokens + usage.completion_tokens
+        read, written = answer.usage.prompt_tokens, answer.usage.completion_tokens
+        if not all(type(count) is int and 0 <= count < 1 << 31 for count in (read, written)):
+            raise ValueError(f"its counts of tokens are {read!r} and {written!r}")
+        self._sampler.tokens += read + written
         (choice,) = answer.choices
         text = choice.message.content if hasattr(choice, "message") else choice.text
         text = "" if text is None else text  # as it is beside a call of a tool
@@ -250,19 +262,21 @@ class OpenServer:
             raise ValueError(f"no whole answer; its finish_reason is {choice.finish_reason}")
         text.encode()  # half of a surrogate pair cannot be kept
         finish = _FINISHES.get(choice.finish_reason, "other")
-        return Sample(key, number, text, finish, usage.prompt_tokens, usage.completion_tokens)
+        return Sample(key, number, text, finish, read, written)
 
 
 class _BoundedClient(openai.DefaultAsyncHttpxClient):
     """Bounds each request as a whole, and counts those whose answer may have been paid and lost."""
 
     def __init__(self, seconds: float, count_lost: Callable[[], None]) -> None:
-        super().__init__(timeout=None, mounts=_PAST_PROXIES)
+        # The requests in flight are bounded already; none waits here while its time runs.
+        super().__init__(timeout=None, mounts=_PAST_PROXIES, limits=httpx2.Limits())
         self._seconds = seconds
         self._count_lost = count_lost
 
     async def send(self, request: httpx2.Request, **how: Any) -> httpx2.Response:
         """Sends a request and reads its answer."""
+        _sent.set(_sent.get() + 1)
         try:
             return await asyncio.wait_for(super().send(request, **how), self._seconds)
         except TimeoutError:
@@ -302,7 +316,7 @@ def _client_settings(options: ServerOptions) -> dict[str, Any]:
     mask_secret(key)
     if key and not (key.isascii() and key.isprintable()):
         raise UsageError(f"{options.key_variable} is no API key: it has other than plain letters.")
-    return {"base_url": options.url, "api_key": key or "none", "max_retries": options.retries}
+    return {"base_url": options.url, "api_key": key or _NO_KEY, "max_retries": options.retries}
 
 
 def seed_of(sampling_seed: int, prompt: str, number: int) -> int:
@@ -321,15 +335,14 @@ def _with_text_arguments(message: Message) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else dict(message)
 
 
-def _failure(error: Exception, options: ServerOptions) -> AlignError:
+def _failure(error: Exception, options: ServerOptions, requests: int = 0) -> AlignError:
     """The error that ends a run, for one of a request."""
     status, said = getattr(error, "status_code", 500), _said_in(error)
     if status >= 500 or status in _SENT_AGAIN:
-        requests = counted(options.retries + 1, "requests")
-        return ServerError(
-            f"{options.url}: {requests} without a usable answer; the last time: {said}. See to the "
-            "server."
-        )
+        tried = "it lists no models"
+        if requests:
+            tried = f"{counted(requests, 'requests')} without a usable answer; the last time"
+        return ServerError(f"{options.url}: {tried}: {said}. See to the server.")
     if status in {401, 403}:
         state = "has another" if os.environ.get(options.key_variable) else "is not set"
         way_out = f"Put its API key into {options.key_variable}, which {state}."
@@ -343,7 +356,7 @@ def _failure(error: Exception, options: ServerOptions) -> AlignError:
 
 def _said_in(error: Exception) -> str:
     """The beginning of an error's own words, safe to show."""
-    words: Any = f"{type(error).__name__}: {error}"
+    words: Any = f"an answer that cannot be read as one of OpenAI's interface ({error})"
     if isinstance(error, openai.APIConnectionError):
         words = f"{error} {error.__cause__ or ''}"
     elif isinstance(error, openai.APIStatusError):

@@ -103,7 +103,7 @@ class Answers:
             self._ends[path] = end
             key = record["key"]
             if why := record.get("refused"):
-                self._refusals[key] = min(why, self._refusals.get(key, why))
+                self._refusals[key] = why  # the latest, after whatever was changed since
                 continue
             if known := self._places.get(key):
                 with fs.open_file(known[0]) as source:

@@ -1,5 +1,6 @@
 """A judge behind a server that misbehaves: nothing is lost, guessed or bought twice."""
 
+import json
 import signal
 
 import pytest
@@ -8,11 +9,12 @@ from align.pipeline.tables.judge import judge
 from align.schemas.config import Config, TrackingOptions
 from align.schemas.errors import BudgetError, ServerError
 from align.schemas.round_options import JudgeOptions, ServerOptions
+from align.stages.server import server_sampler
 from align.stages.server.server_sampler import ServerSampler
 from align.stages.storage.tables import TableFolder, read_table
 from align.stages.tracking.progress import Progress
 from support.chat_server import chat_server
-from support.command import align
+from support.command import align, refusal
 from support.refusals import refuses
 from support.sample_tables import sample_table
 from support.stub_judge import StubJudge
@@ -69,7 +71,8 @@ def judge_by(stub, output):
     return *server, "--by", "pairwise", "--output", output, "--concurrency", CONCURRENCY
 
 
-def test_faults_change_nothing_and_no_judgment_is_bought_twice(by_server, undisturbed):
+def test_faults_change_nothing_and_no_judgment_is_bought_twice(by_server, undisturbed, monkeypatch):
+    monkeypatch.setattr(server_sampler, "FIRST_PAUSE", 0.001)
     faults = dict.fromkeys((429, 500, "garbage", "half", "drop", "no usage"), 0.06)
     with chat_server(said, faults=faults) as bad:
         result, rows = by_server(bad, retries=30)
@@ -78,6 +81,30 @@ def test_faults_change_nothing_and_no_judgment_is_bought_twice(by_server, undist
     assert (rows, result.manifest.counts) == undisturbed
     assert [*bad.answered.values()] == [1] * QUESTIONS
     assert (again.tally.new, again.tally.known) == (0, QUESTIONS)
+
+
+@pytest.mark.parametrize("command", ["sample", "judge", "calibrate"])
+def test_what_a_server_refuses_is_named_and_is_an_error_where_it_refuses_every_request(
+    tmp_path, command, caplog
+):
+    gold = [{"prompt": text, "chosen": "1", "rejected": "2"} for text in TEXTS]
+    prompts = [{"prompt": text} for text in TEXTS]
+    for name, rows in (("gold.jsonl", gold), ("prompts.jsonl", prompts)):
+        (tmp_path / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = {
+        "sample": ("sample", tmp_path / "prompts.jsonl"),
+        "judge": ("judge", sample_table(tmp_path / "s", TEXTS), "--by", "rubric"),
+        "calibrate": ("judge", "--calibrate", tmp_path / "gold.jsonl", "--by", "pairwise"),
+    }[command]
+    with chat_server(lambda _: "Score: 1") as stub:
+        named = ("--server", stub.url, "--server-model", "stub", "--revision", "1", "--no-mlflow")
+        words = (*words, *named, "--output", tmp_path / "out")
+        stub.refuse = lambda _: (400, "Unsupported parameter: temperature")
+        refusal(2, *words, names=("400 Unsupported parameter: temperature",))
+        stub.refuse = lambda asked: (400, "too long") if "Number 3?" in asked.last else None
+        answer = align(*words)
+        assert answer.code == 0, answer
+        assert "400 too long" in caplog.text
 
 
 LEFT = iter(range(50))

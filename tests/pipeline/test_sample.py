@@ -140,7 +140,7 @@ def test_parts_make_the_table_of_the_whole_and_tell_each_other_what_the_model_re
 
 def test_what_cannot_be_sampled_is_refused(tmp_path, config, counting, journey):
     refusing = CountingSampler(tmp_path / "log", refuses="question")
-    with refuses(BadDataError, "12 prompts"):
+    with refuses(UsageError, "12 prompts", "no."):
         run_sampling(config, refusing)
     with refuses(UsageError, journey.cache, "data.parquet"):
         run_sampling(config_of(journey.cache, tmp_path / "out"), counting)

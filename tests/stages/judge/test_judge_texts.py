@@ -209,7 +209,7 @@ def forget():
     """Makes the modules of this file's tests new ones."""
 
     def drop():
-        for name in ("own_checks", "own_help"):
+        for name in ("own_checks", "own_help", "own_library"):
             sys.modules.pop(name, None)
 
     yield drop
@@ -239,21 +239,24 @@ def test_a_function_is_found_in_the_current_folder_and_its_failure_names_the_sam
             checked(name)
 
 
-def test_an_edit_of_its_own_file_alone_makes_a_function_another_judge(here, forget):
+@pytest.mark.parametrize("edited", ["own_checks.py", "own_help.py", "own_library.py", "unused.py"])
+def test_an_edit_of_its_file_or_of_one_that_it_loads_beside_it_makes_a_function_another_judge(
+    here, tmp_path_factory, monkeypatch, forget, edited
+):
     def source():
         options = JudgeOptions(by="function", function="own_checks:grade")
         return verifier_of(options, ())[1]["source"]
 
-    def written(checks, helper):
-        (here / "own_checks.py").write_text(f"{checks}\nimport own_help\ndef grade(*row): return 1")
-        (here / "own_help.py").write_text(helper)
-
-    written("# one", "# one")
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    monkeypatch.syspath_prepend(elsewhere)
+    code = "import own_library\nfrom own_help import WORD\ndef grade(*row): return 1\n"
+    (here / "own_checks.py").write_text(code)
+    files = {name: here / name for name in ("own_checks.py", "own_help.py", "unused.py")}
+    files["own_library.py"] = elsewhere / "own_library.py"
+    for name in ("own_help.py", "own_library.py", "unused.py"):
+        files[name].write_text("WORD = 'one'\n")
     first = source()
-    written("# two", "# two")
+    files[edited].write_text(f"{files[edited].read_text()}# two\n")
     assert source() == first  # the code that runs was read before
     forget()
-    assert source() != first
-    written("# one", "# two")
-    forget()
-    assert source() == first
+    assert (source() != first) == (edited in {"own_checks.py", "own_help.py"})

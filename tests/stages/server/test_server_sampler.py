@@ -11,6 +11,7 @@ import pytest
 from align.schemas.errors import AlignError, BudgetError, ServerError, UsageError
 from align.schemas.rows import BadRow
 from align.schemas.samples import Prompt, Sampling, Wanted
+from align.stages.server import server_sampler
 from align.stages.server.server_sampler import seed_of
 from support.asking import chat, collected, echo, sampler_of_stub, wanted_of
 from support.chat_server import OF_CHAT, OF_TEXT, Reply, chat_server
@@ -30,7 +31,8 @@ def sampled(stub, wanted, sampling=WARM, **more):
     return collected(sampler_of_stub(stub, **more).open(sampling).sample(wanted))
 
 
-def test_faults_in_30_of_100_requests_lose_nothing_guess_nothing_and_are_counted():
+def test_faults_in_30_of_100_requests_lose_nothing_guess_nothing_and_are_counted(monkeypatch):
+    monkeypatch.setattr(server_sampler, "FIRST_PAUSE", 0.001)
     with chat_server(echo, faults=dict.fromkeys(FAULTS, 0.03)) as stub:
         sampler = sampler_of_stub(stub, concurrency=16, retries=8)
         wanted = wanted_of([*TEXTS, *CHATS], 16)
@@ -87,6 +89,14 @@ def test_a_seed_follows_from_the_seed_the_prompt_and_the_number():
     assert seed_of(0, "a", 0) == int.from_bytes(first, "big") >> 1 == 436134105
 
 
+def counts(prompt, completion):
+    """Sends these counts of tokens in place of an answer's own."""
+    return lambda reply: {
+        **reply,
+        "usage": {"prompt_tokens": prompt, "completion_tokens": completion},
+    }
+
+
 @pytest.mark.parametrize(
     ("settings", "kind", "names", "requests"),
     [
@@ -98,6 +108,14 @@ def test_a_seed_follows_from_the_seed_the_prompt_and_the_number():
         ({"amend": lambda _: b"\xff\xfe{"}, ServerError, ("3 requests",), 3),
         ({"answer": lambda _: "\ud800"}, ServerError, ("3 requests",), 3),
         ({"answer": lambda _: Reply("half an", "abort")}, ServerError, ("abort",), 3),
+        # What the table of samples has no place for.
+        ({"amend": counts(3.0, 6.0)}, ServerError, ("3 requests", "3.0"), 3),
+        ({"amend": counts(3, "6")}, ServerError, ("3 requests", "'6'"), 3),
+        ({"amend": counts(3, -1)}, ServerError, ("3 requests", "-1"), 3),
+        ({"amend": counts(1 << 31, 6)}, ServerError, ("3 requests", 1 << 31), 3),
+        ({"answer": lambda _: Reply("", [])}, ServerError, ("3 requests",), 3),
+        # The client does not wait for an hour.
+        ({"refuse": lambda _: (429, "slow"), "retry_after": 3600}, ServerError, ("1 request",), 1),
         ({"refuse": lambda _: (401, "no")}, UsageError, ("401", "PLANTED"), 1),
         ({"refuse": lambda _: (403, "no")}, UsageError, ("403", "PLANTED"), 1),
         ({"refuse": lambda _: (404, "no")}, UsageError, ("404", "server.url"), 1),
@@ -107,6 +125,7 @@ def test_what_ends_a_run_is_one_error_that_names_the_setting(
     settings, kind, names, requests, monkeypatch
 ):
     monkeypatch.delenv("PLANTED", raising=False)
+    monkeypatch.setattr(server_sampler, "FIRST_PAUSE", 0.001)
     few = {"retries": 2, "timeout": PATIENCE, "concurrency": 1, "key_variable": "PLANTED"}
     with chat_server(**{"answer": echo, **settings}) as stub:
         with refuses(kind, stub.url, *names):
@@ -125,6 +144,21 @@ def test_a_slow_server_is_waited_for_as_long_as_it_asks():
         samples, _ = sampled(stub, wanted_of(TEXTS[:1], 1), timeout=PATIENCE)
     assert len(samples) == 1
     assert time.monotonic() - started >= 1.2
+
+
+def test_an_answer_that_cannot_be_read_is_asked_for_again_after_growing_pauses(monkeypatch):
+    monkeypatch.setattr(server_sampler, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(server_sampler, "LONGEST_PAUSE", 0.2)
+    times = []
+
+    def half(reply):
+        times.append(time.monotonic())
+        return reply if len(times) > 5 else b'{"choices": ['
+
+    with chat_server(echo, amend=half) as stub:
+        assert len(sampled(stub, wanted_of(TEXTS[:1], 1))[0]) == 1
+    waited = [after - before for before, after in itertools.pairwise(times)]
+    assert all(one >= least for one, least in zip(waited, (0.05, 0.1, 0.2, 0.2, 0.2), strict=True))
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
@@ -323,6 +357,10 @@ def test_the_key_of_the_environment_is_sent_and_nothing_shows_it(monkeypatch, ca
 
         assert len(sample()[0]) == 2
         assert {asked.headers["authorization"] for asked in stub.requests} == {f"Bearer {KEY}"}
+        stub.key, _ = None, monkeypatch.delenv("PLANTED")
+        assert len(sample()[0]) == 2
+        assert "authorization" not in stub.requests[-1].headers
+        stub.key, _ = KEY, monkeypatch.setenv("PLANTED", KEY)
         stub.refuse = lambda asked: (500, f"what is {asked.headers['authorization'][7:]}?")
         said = said_by(sample)
         assert "what is ***?" in said
