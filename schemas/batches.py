@@ -19,7 +19,7 @@ class MicroBatch:
     """The rows of one forward pass on a rank; a rank with no rows left runs an empty one."""
 
     block: Rows  # in the order of the step, with the roles that the method reads
-    step_indices: NDArray[np.int64]  # (branches,) index in the step, over all ranks
+    step_indices: NDArray[np.int64]  # (completions,) index in the step, over all ranks
 
     @cached_property
     def row_ids(self) -> tuple[str, ...]:
@@ -37,35 +37,35 @@ class StepSize:
     """The size of a step, or of several, over all ranks."""
 
     rows: int
-    branches: int
-    tokens: int  # of completions, those that are learned
+    completions: int
+    tokens: int  # learned completion tokens
     chosen_tokens: int  # of chosen or desirable ones
 
 
 @dataclass(frozen=True)
 class StepBatch(StepSize):
-    """One rank's part of an optimizer step; every rank has the same number of micro-batches.
+    """One rank's micro-batches of an optimizer step, as many as any other rank's.
 
-    The counts are of the whole step.
+    The inherited counts are over all ranks.
     """
 
-    mismatched_branches: int
+    mismatched_completions: int
     own: tuple[MicroBatch, ...]  # gradients flow through these
     mismatched: tuple[MicroBatch, ...]  # run without gradients, before the others
 
 
 @dataclass(frozen=True)
 class Visits:
-    """Training rows that a rank has run, with what the policy made of them before the update."""
+    """Reward margins of the training rows that a rank has run, before the update."""
 
     row_ids: tuple[str, ...]
     margins: tuple[float, ...]  # the rewards of a row's good completions less those of its bad ones
-    are_ties: tuple[bool, ...]  # at most as far from 0 as rounding may take them
+    are_ties: tuple[bool, ...]  # margins that differ from 0 by rounding at most
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers."""
+    """The rank of this process, and the number of ranks."""
 
     rank: int
     size: int
@@ -73,9 +73,9 @@ class World:
 
     @property
     def is_first_here(self) -> bool:
-        """Whether this is the first rank of its machine; rank zero is, whatever its launcher says.
+        """Whether this is the first rank of its machine; rank zero always is.
 
-        A single process may be given a local rank to choose its GPU.
+        A launcher may give a single process another local rank to choose its GPU.
         """
         return self.rank == 0 or self.local_rank == 0
 
@@ -93,11 +93,11 @@ class EvalSample:
     """One completion of a held-out row, and the policy's numbers for it."""
 
     row: int  # counts the rows of the evaluation, as the method reads them
-    row_id: str  # of the stored row it was made of
-    prompt_key: str  # that of the stored row, in hexadecimal
+    row_id: str  # of the stored row
+    prompt_key: str  # of the stored row, in hexadecimal
     role: Role
     num_tokens: int
-    logp: float  # summed over the completion; of a reward model its score
+    logp: float  # summed over the completion; for a reward model the score
     reference_logp: float
     reward: float | None  # None for a method without rewards
     prompt: NDArray[np.int32] | None  # token ids, where they are wanted

@@ -26,7 +26,7 @@ def file_identity(sha256: str) -> int:
 
 @dataclass(frozen=True)
 class InputEntry:
-    """One input file, by the content that was read."""
+    """One input file, identified by its content."""
 
     name: str  # file name without its folder
     bytes: int
@@ -64,9 +64,9 @@ class Plan:
     shards: tuple[int, ...]  # rows of each key range; one without rows has no shard
     rejected: tuple[Rejected, ...]  # by file and row, up to a limit
     reasons: dict[str, int]  # why rows are rejected -> rows
-    notes: dict[str, int]  # counted, harmless: rows truncated, repeated, ...
+    notes: dict[str, int]  # harmless counts: rows truncated, repeated, ...
     reuse: tuple[str, ...]  # caches whose scores may be copied
-    threads: int  # every worker computes with on a CPU: they decide the last bits of a sum
+    threads: int  # CPU threads of every worker: they decide the last bits of a sum
     sampling: tuple[Drawing | None, ...]  # as in the manifest
 
     @property
@@ -88,7 +88,7 @@ class Shard:
     tokens: int  # completion tokens scored or reused
     first_key: str  # hex of the first row's key
     last_key: str
-    rejected: tuple[Rejected, ...]  # while scoring; in a manifest they are in a file instead
+    rejected: tuple[Rejected, ...]  # while scoring; the manifest lists them in a file
     reasons: dict[str, int]  # why rows are rejected while scoring -> rows
     notes: dict[str, int]  # counted while pairing and scoring, harmless
     numerics: dict[str, str]  # of the scoring path
@@ -99,7 +99,7 @@ NOT_IN_ROOT = ("align_version", "root", "model", "adapter", "sampling")
 
 @dataclass(frozen=True)
 class Manifest:
-    """The whole cache; written last, so that its existence means the work is done."""
+    """The whole cache; written last, so a manifest means that the work is done."""
 
     format_version: int
     align_version: str
@@ -118,13 +118,12 @@ class Manifest:
     rejected: FileEntry | None  # the file that lists the rows that could not be used
     reasons: dict[str, int]  # the plan's and those of all shards
     notes: dict[str, int]  # the plan's and those of all shards
-    # How the samples in each of the inputs were drawn; empty if it is known for none. The root
-    # does not depend on it.
+    # How the samples in each input were drawn; empty if unknown for all. Not part of the root.
     sampling: tuple[Drawing | None, ...]
 
     @property
     def is_scored(self) -> bool:
-        """Whether it holds the reference's log-probs; else they are null."""
+        """Whether the cache holds the reference's log-probs; else they are null."""
         return self.fingerprint.get("cache.scored") != "false"
 
 
@@ -139,7 +138,7 @@ class Stop:
 
     token: int
     text: str
-    source: Source  # the chat template writes it, or it is the tokenizer's EOS
+    source: Source  # written by the chat template, or the tokenizer's EOS
 
     def __str__(self) -> str:
         return f"{self.token} {self.source} {self.text}"
@@ -152,7 +151,7 @@ class Stop:
 
     @staticmethod
     def read(written: str) -> Stop | None:
-        """The stop that `str` has written; None if there is none."""
+        """The stop that `str` wrote; None if there was none."""
         if written == _NONE:
             return None
         token, source, text = written.split(" ", 2)
@@ -205,31 +204,31 @@ class StoredKind(IntEnum):
 
 
 @dataclass(frozen=True)
-class BranchLayout:
-    """The layout of the branches of stored rows.
+class CompletionLayout:
+    """The layout of the completions of stored rows.
 
-    A row has its own branches first, then all first mismatches, all second ones, ...
+    Each row has its own completions first, then the first KL completion of each, then the second.
     """
 
-    starts: NDArray[np.int64]  # (rows,) index of the first own branch
+    starts: NDArray[np.int64]  # (rows,) index of the first own completion
     num_own: NDArray[np.int64]  # (rows,)
-    num_partners: int  # mismatches of each own branch
+    num_partners: int  # KL completions of each own completion
     kinds: NDArray[np.int8]  # (rows,) as `StoredKind` numbers them
 
 
-def branch_layout(
-    roles: NDArray[np.int8], branch_offsets: NDArray[np.int64], *, source: str
-) -> BranchLayout:
-    """The layout of stored rows, from the roles of their branches."""
-    starts, num_all = branch_offsets[:-1], np.diff(branch_offsets)
+def completion_layout(
+    roles: NDArray[np.int8], completion_offsets: NDArray[np.int64], *, source: str
+) -> CompletionLayout:
+    """The layout of stored rows, from the roles of their completions."""
+    starts, num_all = completion_offsets[:-1], np.diff(completion_offsets)
     is_own = roles != Role.MISMATCHED
-    num_own = np.diff(offsets_of(is_own)[branch_offsets])
+    num_own = np.diff(offsets_of(is_own)[completion_offsets])
     _require_kind(bool(num_own.all()), source)
     num_partners = int(num_all[0] // num_own[0]) - 1 if len(starts) else 0
     _require_kind(bool((num_all == num_own * (1 + num_partners)).all()), source)
     own = joined_ranges(starts, num_own)
     _require_kind(bool(is_own[own].all()), source)
-    return BranchLayout(starts, num_own, num_partners, _kinds(roles[own], num_own, source))
+    return CompletionLayout(starts, num_own, num_partners, _kinds(roles[own], num_own, source))
 
 
 def _kinds(own: NDArray[np.int8], num_own: NDArray[np.int64], source: str) -> NDArray[np.int8]:
@@ -251,6 +250,6 @@ def _kinds(own: NDArray[np.int8], num_own: NDArray[np.int64], source: str) -> ND
 def _require_kind(good: bool, source: str) -> None:
     if not good:
         raise CorruptionError(
-            f"{source} holds rows whose branches fit no kind of data. "
+            f"{source} holds rows that are neither pairs, labels nor scored completions. "
             "Restore it from a copy, or make the cache again."
         )

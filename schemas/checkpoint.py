@@ -19,55 +19,55 @@ class CheckpointFile:
 
 @dataclass(frozen=True)
 class FittedBatches:
-    """The micro-batches that fit into memory where it ran out with the planned ones."""
+    """The micro-batch size that fits, after memory ran out with the planned one."""
 
-    planned: int  # tokens of a micro-batch that was asked for
-    fits: int  # tokens to run instead
+    planned: int  # tokens per micro-batch
+    fits: int  # tokens per micro-batch to run instead
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """The values that must be the same for a run to be resumed, by name."""
+    """The values, by name, that must match when a run is resumed."""
 
     cache_root: str
     world_size: int
     zero_stage: int
-    settings: dict[str, str]  # with the policy's files: known before a weight is loaded
+    settings: dict[str, str]  # settings and digests of files, known before weights are loaded
     computed: dict[str, str]  # numerics of the loaded policy and its engine
 
 
 @dataclass(frozen=True)
 class Best:
-    """The best evaluation of a run so far, and how many in a row were no better."""
+    """The best evaluation of a run so far, and the number of evaluations since."""
 
-    metric: str  # as train.best has it
-    value: float | None  # None: it was not finite yet
+    metric: str  # as in train.best
+    value: float | None  # None: not finite so far
     step: int
     since: int  # evaluations after the best one
 
 
 @dataclass(frozen=True)
 class State:
-    """The state of a training besides its engine's: all that later steps depend on."""
+    """The state of a training that later steps depend on, except the engine's."""
 
     step: int = 0  # optimizer steps done, over all epochs
-    evaluated: bool = False  # whether an evaluation that is due at this step has been made
-    methods: dict[str, tuple[float, ...]] = field(default_factory=dict)  # of those that have one
+    evaluated: bool = False  # whether the evaluation due at this step is done
+    methods: dict[str, tuple[float, ...]] = field(default_factory=dict)  # state by method
     # Sums and counts of the steps since the last logged line.
     window: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    # Finite ones, measured at this very step; the best checkpoint is chosen by one.
+    # Finite metrics of this step; one of them chooses the best checkpoint.
     metrics: dict[str, float] = field(default_factory=dict)
-    best: Best | None = None  # where train.best is of held-out rows
+    best: Best | None = None  # if train.best names a held-out metric
     fits: FittedBatches | None = None  # None: memory has not run out
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The record of a whole checkpoint, written last: it exists only if all files do."""
+    """The record of a checkpoint; written last, so it exists only if all files do."""
 
     align_version: str
     identity: RunIdentity
-    made_with: dict[str, str]  # versions and the like: differences are reported
+    made_with: dict[str, str]  # versions and devices; differences are reported on resume
     changes: tuple[str, ...]  # the differences reported so far
     state: State
     files: tuple[CheckpointFile, ...] = ()  # in the order of their paths
@@ -75,12 +75,12 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Ending:
-    """The record of a run's end, written last, and removed before anything is changed again."""
+    """The record of a finished run; written last, and removed before the run is resumed."""
 
     ending: How
     step: int
-    total_steps: int  # of the whole run as it was planned
+    total_steps: int  # planned steps of the whole run
     identity: RunIdentity
     changes: tuple[str, ...]  # as in the last checkpoint
-    reason: str = ""  # why it ended before its last step
-    model_step: int | None = None  # whose model was written, if not the last step's
+    reason: str = ""  # why the run ended before its last step
+    model_step: int | None = None  # step of the written model, if not the last one

@@ -1,6 +1,6 @@
-"""Columns of numbers and of lists of numbers: numpy arrays over the memory of Arrow's, and back.
+"""Conversions between Arrow columns and numpy arrays that share their memory.
 
-Arrow's own conversions import pandas, where it is installed: thirty megabytes for nothing.
+Arrow's own conversions import pandas where it is installed, which costs 30 MB.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Ragged:
 
     @staticmethod
     def concat(parts: Sequence[Ragged]) -> Ragged:
-        """The lists of several, in order."""
+        """The lists of all parts, in order."""
         lengths = np.concatenate([part.lengths for part in parts])
         return Ragged(np.concatenate([part.values for part in parts]), offsets_of(lengths))
 
@@ -81,7 +81,7 @@ DTYPES[pa.binary(16)] = np.dtype("S16")
 
 
 def numpy_of(values: pa.Array) -> NDArray[Any]:
-    """Numbers over the memory of an array; NaN, in memory of its own, where one is null."""
+    """An array's numbers, without a copy; if any is null, a copy with NaN there."""
     content, dtype = values.buffers()[1], DTYPES[values.type]
     if content is None:
         return np.empty(0, dtype)
@@ -90,7 +90,7 @@ def numpy_of(values: pa.Array) -> NDArray[Any]:
 
 
 def is_valid(values: pa.Array) -> NDArray[np.bool_]:
-    """Mask of what is not null."""
+    """Mask of the values that are not null."""
     validity = values.buffers()[0]
     if validity is None:
         return np.ones(len(values), np.bool_)
@@ -101,7 +101,7 @@ def is_valid(values: pa.Array) -> NDArray[np.bool_]:
 def arrow_of(
     values: NDArray[Any], kind: pa.DataType, valid: NDArray[np.bool_] | None = None
 ) -> pa.Array:
-    """Numbers, null where not `valid`, over the same memory where type and layout allow it."""
+    """An Arrow array of numbers, null where not `valid`; without a copy where possible."""
     plain = np.ascontiguousarray(values, dtype=DTYPES[kind])
     return pa.Array.from_buffers(kind, len(plain), [_bits(valid), pa.py_buffer(plain)])
 
@@ -131,9 +131,9 @@ def bytes_of_texts(texts: pa.Array) -> bytes:
 
 
 def packed(lists: Ragged, valid: NDArray[np.bool_] | None = None) -> pa.Array:
-    """Lists as byte strings over the same memory: Arrow takes and joins them as a whole.
+    """Lists as byte strings over the same memory.
 
-    It copies lists of numbers value by value.
+    Arrow copies each byte string at once, but lists of numbers value by value.
     """
     ends = pa.py_buffer(lists.offsets * lists.values.itemsize)
     content = pa.py_buffer(np.ascontiguousarray(lists.values))
@@ -141,7 +141,7 @@ def packed(lists: Ragged, valid: NDArray[np.bool_] | None = None) -> pa.Array:
 
 
 def unpacked(lists: pa.Array, dtype: Any) -> Ragged:
-    """The lists of numbers behind byte strings, over the same memory; what is null is empty."""
+    """The lists of numbers in byte strings, over the same memory; null becomes an empty list."""
     _, ends, content = lists.buffers()
     offsets = np.frombuffer(ends, np.int64)[lists.offset :][: len(lists) + 1]
     offsets = offsets // np.dtype(dtype).itemsize
@@ -150,12 +150,12 @@ def unpacked(lists: pa.Array, dtype: Any) -> Ragged:
 
 
 def ragged_of(lists: pa.Array) -> Ragged:
-    """Lists of numbers; of a slice its own part only."""
+    """Lists of numbers; for a slice, only the slice's lists."""
     return Ragged(numpy_of(flattened(lists)), list_offsets(lists))
 
 
 def flattened(lists: pa.Array) -> pa.Array:
-    """The values of lists, end to end; of a slice its own part only."""
+    """The values of lists, end to end; for a slice, only the slice's values."""
     if not len(lists):
         return lists.values.slice(0, 0)
     offsets = numpy_of(lists.offsets)
@@ -168,7 +168,7 @@ def list_offsets(lists: pa.Array) -> NDArray[np.int64]:
 
 
 def lists_over(offsets: NDArray[np.int64], inner: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Lists over what they hold, end to end."""
+    """Lists from their offsets and their joined values."""
     assert offsets[-1] == len(inner) < 2**31, (offsets[-1], len(inner))
     return pa.ListArray.from_arrays(arrow_of(offsets, pa.int32()), inner, type=kind)
 

@@ -30,8 +30,8 @@ class ModelOptions:
     attention: Literal["auto", "sdpa", "eager"] = Field(
         default="auto",
         description=(
-            "auto: FlexAttention on a GPU where it is true to the model; else sdpa where the "
-            "model has it, else eager"
+            "auto: FlexAttention on a GPU if it reproduces the model; else sdpa if the model "
+            "has it, else eager"
         ),
     )
     compile: bool = Field(default=False, description="compile the decoder layers by torch.compile")
@@ -49,7 +49,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, config=STRICT)
 class CacheOptions:
-    """What the shards hold and where they are."""
+    """The contents and the location of a cache."""
 
     output: PathStr = Field(default="align-cache", description="folder of the cache")
     kl_pairs: int = Field(
@@ -60,13 +60,13 @@ class CacheOptions:
     token_logps: bool = Field(default=False, description="also store the log-prob of every token")
     scored: bool = Field(
         default=True,
-        description="run the reference; without, the cache is for methods that need no reference",
+        description="run the reference; false: a cache for methods that need no reference",
     )
     shards: int = Field(
         default=0,
         ge=0,
         le=4096,
-        description="number of shards; 0: chosen by the data, of about 1,000 rows or more each",
+        description="number of shards; 0: chosen by the data, about 1,000 rows or more each",
     )
     reuse: list[PathStr] = Field(
         default_factory=list, description="other caches whose scores may be reused"
@@ -78,7 +78,7 @@ class CacheOptions:
 
 @dataclass(frozen=True, config=STRICT)
 class ScoringOptions:
-    """How the reference is run."""
+    """Batches and devices for the reference."""
 
     tokens_per_batch: int = Field(
         default=16_384, ge=1, description="most tokens, padding included, in one batch"
@@ -89,24 +89,24 @@ class ScoringOptions:
     )
     ray_address: str = Field(
         default="",
-        description="a running Ray cluster; empty: one on this machine, which ends with the run",
+        description="address of a Ray cluster; empty: one is started here and ends with the run",
     )
     ray_workers: int = Field(
         default=0, ge=0, description="number of actors; 0: one per GPU, or per machine without GPUs"
     )
     ray_gpus_per_worker: float = Field(
-        default=0.0, ge=0, description="GPUs of each actor; 0: one where the model is on cuda"
+        default=0.0, ge=0, description="GPUs of each actor; 0: one if the model is on cuda"
     )
 
 
 @dataclass(frozen=True, config=STRICT)
 class TrackingOptions:
-    """Where runs are recorded."""
+    """The trackers of runs."""
 
     mlflow: bool = Field(default=True, description="record runs in MLflow")
     trackers: list[str] = Field(
         default_factory=list,
-        description="where runs are recorded: any of mlflow, tensorboard, wandb; empty: mlflow",
+        description="trackers of runs: any of mlflow, tensorboard, wandb; empty: mlflow",
     )
     uri: str = Field(
         default="", description="tracking server; empty: MLFLOW_TRACKING_URI or sqlite:///mlflow.db"
@@ -117,7 +117,7 @@ class TrackingOptions:
     )
     upload_model: bool = Field(
         default=False,
-        description="also upload the trained model, not only its card; the run waits for that",
+        description="also upload the trained model, not only its card; the run waits for it",
     )
     system_metrics: bool = Field(
         default=False,
@@ -125,13 +125,13 @@ class TrackingOptions:
     )
 
     def none(self) -> TrackingOptions:
-        """The same options, of a run that is not recorded."""
+        """The same options without any tracker."""
         return replace(self, mlflow=False, trackers=[])
 
 
 @dataclass(frozen=True, config=STRICT)
 class RewardOptions:
-    """Scores for completions, by a reward model."""
+    """Scoring of completions by a reward model."""
 
     model: PathStr = Field(
         default="",
@@ -158,5 +158,5 @@ class Config:
     judge: JudgeOptions = Field(default_factory=JudgeOptions)
     select: SelectOptions = Field(default_factory=SelectOptions)
     rounds: RoundsOptions = Field(default_factory=RoundsOptions)
-    # What may stand here depends on train.method: its own options class checks it.
+    # The allowed keys depend on train.method; the method's options class checks them.
     method: dict[str, Any] = Field(default_factory=dict)

@@ -20,11 +20,11 @@ class DataOptions:
     )
     map: dict[str, str] = Field(
         default_factory=dict,
-        description="our column: yours, as prompt: question (flag: prompt=question); '' drops it",
+        description="align's column: yours, as prompt: question (prompt=question); '' drops it",
     )
     split: str = Field(
         default="",
-        description="the split to read of a folder that holds several, for example train",
+        description="the split to read from a folder with several, for example train",
     )
     carry: list[str] = Field(
         default_factory=list, description="extra numeric columns to keep in the shards"
@@ -32,8 +32,8 @@ class DataOptions:
     wrap: Literal["auto", "chat", "none"] = Field(
         default="auto",
         description=(
-            "chat: plain text becomes the messages of a user and an assistant, for the chat "
-            "template; auto and none leave it as it is, and auto says so where the model has a "
+            "chat: plain text becomes a user's and an assistant's message, for the chat "
+            "template; auto and none leave text as it is, and auto logs a line if the model has a "
             "template"
         ),
     )
@@ -49,12 +49,12 @@ class DataOptions:
 
 @dataclass(frozen=True, config=STRICT)
 class TokenOptions:
-    """From text to token ids."""
+    """The conversion of text to token ids."""
 
     max_length: int = Field(
         default=2048,
         ge=2,
-        description="most tokens in prompt + completion; completions lose their end",
+        description="most tokens in prompt + completion; longer completions are cut at the end",
     )
     max_prompt_length: int = Field(
         default=0, ge=0, description="most tokens in a prompt; 0: only max_length limits it"
@@ -70,14 +70,14 @@ class TokenOptions:
     eos: Literal["append", "never"] = Field(
         default="append",
         description=(
-            "append: a completion that was not cut ends once with the stop token of its "
-            "template, or with EOS where it writes none; never: nothing is added or taken away"
+            "append: a completion that was not cut ends once with its template's stop token, "
+            "or EOS if the template writes none; never: nothing is added or removed"
         ),
     )
     learn: Literal["assistant", "last", "all"] = Field(
         default="assistant",
         description=(
-            "what is learned of a completion of several messages: assistant: the assistant's "
+            "learned tokens of a completion of several messages: assistant: the assistant's "
             "turns, except messages with loss: false or weight: 0; last: the last of these "
             "turns; all: every token, also of tools and users"
         ),

@@ -1,20 +1,20 @@
-"""Every error that a user can meet, its exit code, and its message.
+"""Every error that a user can see, with its exit code.
 
 AlignError (2)
-├── UsageError (2)          a flag, a config key, a path, a model folder
-├── BadDataError (3)        too many rows that cannot be used
-├── FingerprintError (4)    the cache was made from something else
-├── CorruptionError (5)     a file is not what the manifest says
-├── NonFiniteError (6)      NaN or infinity where a number must be
+├── UsageError (2)          a wrong flag, setting, path or model folder
+├── BadDataError (3)        too many rows cannot be used
+├── FingerprintError (4)    the cache was made from other inputs
+├── CorruptionError (5)     a file differs from the manifest
+├── NonFiniteError (6)      a number is NaN or infinite
 ├── PeerError (69)          another rank of this run has ended
-├── MemoryLimitError (71)   what is asked for does not fit into memory
-├── ServerError (69)        a server, or a cluster, gives no answer that can be used
+├── MemoryLimitError (71)   the batch or model does not fit into memory
+├── ServerError (69)        a server or cluster gives no usable answer
 ├── StorageError (74)       I/O error
-│   └── PathError (2)       a path that cannot be used: missing, forbidden, of another kind
+│   └── PathError (2)       a path is missing, forbidden or of the wrong kind
 ├── LockedError (75)        another process uses this folder
-└── BudgetError (75)        what may be spent is spent; the same command goes on
+└── BudgetError (75)        the budget is spent; the same command resumes
 
-Interrupted (129, 130, 138, 143)  a signal asked to stop; not an AlignError: there is nothing to fix
+Interrupted (129, 130, 138, 143)  stopped by a signal; not an AlignError: there is nothing to fix
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AlignError(Exception):
     exit_code = 2
 
     def __str__(self) -> str:
-        """The message, without the middle of a word or a list that nobody reads to its end."""
+        """The message, with overlong words and lists shortened in the middle."""
         text = _LONG_WORD.sub(lambda word: _shortened(word[0], LONGEST_WORD), super().__str__())
         return _shortened(text, LONGEST_MESSAGE)
 
@@ -54,7 +54,7 @@ def _shortened(text: str, most: int) -> str:
 
 
 class UsageError(AlignError):
-    """The request cannot be carried out as written."""
+    """The command, a setting or a path is wrong."""
 
 
 class BadDataError(AlignError):
@@ -76,7 +76,7 @@ class CorruptionError(AlignError):
 
 
 def damaged(path: object, why: str, remedy: str) -> CorruptionError:
-    """The error of a damaged file, with what to do about it."""
+    """The error for a damaged file; `remedy` tells the user what to do."""
     return CorruptionError(f"{path} is damaged: {why}. {remedy}")
 
 
@@ -87,56 +87,56 @@ class NonFiniteError(AlignError):
 
 
 class PeerError(AlignError):
-    """Another rank ended while this one needed it."""
+    """Another rank ended while this one waited for it."""
 
     exit_code = 69
 
 
 class MemoryLimitError(AlignError):
-    """Memory ran out, and smaller batches cannot help or are for the next start."""
+    """Memory ran out, and smaller batches cannot help before the next start."""
 
     exit_code = 71
 
 
 class ServerError(AlignError):
-    """A server gave no usable answer in any of the attempts, or a cluster failed."""
+    """A server gave no usable answer in any attempt, or a cluster failed."""
 
     exit_code = 69
 
 
 class StorageError(AlignError):
-    """The disk refused an operation."""
+    """A file operation failed."""
 
     exit_code = 74
 
 
 class PathError(StorageError):
-    """A path cannot be used in this way; the disk itself works."""
+    """The path is wrong; the disk itself works."""
 
     exit_code = 2
 
 
 class LockedError(AlignError):
-    """Another process holds the output folder."""
+    """Another process has locked the output folder."""
 
     exit_code = 75
 
 
 class BudgetError(AlignError):
-    """The budget that the user allows is spent."""
+    """The budget that the user set is spent."""
 
     exit_code = 75
 
 
 class Interrupted(BaseException):
-    """A signal asked the program to stop; it may arrive anywhere, so no handler may swallow it."""
+    """A signal asked the program to stop; a BaseException, so that no handler swallows it."""
 
     def __init__(
-        self, signal_number: int, way_on: str = "Continue with the same command", *, at: str = ""
+        self, signal_number: int, remedy: str = "Continue with the same command", *, at: str = ""
     ) -> None:
-        super().__init__(f"Interrupted by signal {signal_number}{at}. {way_on}.")
+        super().__init__(f"Interrupted by signal {signal_number}{at}. {remedy}.")
         self.signal_number = signal_number
-        self.at = at  # the progress of the work, if it is known
+        self.at = at  # the progress, if known
         self.exit_code = 128 + signal_number
 
 
@@ -146,39 +146,39 @@ def closest(name: str, names: Iterable[str], most: int = 1) -> list[str]:
 
 
 def did_you_mean(near: Iterable[str]) -> str:
-    """The last sentence of an error message about an unknown name; empty without close names."""
+    """` Did you mean …?` for the end of a message; empty without close names."""
     listed = " or ".join(map(repr, near))
     return f" Did you mean {listed}?" if listed else ""
 
 
 def counted(count: int, things: str) -> str:
-    """A number and its noun, which is given in the plural: `1 duplicate row`, `2,000 rows`."""
+    """A number and its noun: `1 duplicate row`, `2,000 rows`; `things` is the plural."""
     named = re.sub(r"s\b", "", things, count=1) if count == 1 else things
     return f"{count:,} {named}"
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# Errors that are no fault of the disk, and what to do about them.
-_RIGHTS = "Give this user the right to it, or choose another path"
-_WAYS_ON = {
-    errno.ENOENT: "See that the path is right and that nothing removes it",
+# Errors of the path rather than of the disk, and what to do about them.
+_RIGHTS = "Give this user permission, or choose another path"
+_PATH_REMEDIES = {
+    errno.ENOENT: "Check that the path is right and that nothing removes it",
     errno.EACCES: _RIGHTS,
     errno.EPERM: _RIGHTS,
     errno.EROFS: "This file system is read-only: choose a path on another one",
-    errno.EISDIR: "It has to be a file: remove the folder, or choose another path",
+    errno.EISDIR: "The path must be a file: remove the folder, or choose another path",
     errno.ENOTDIR: "A part of the path is a file: choose another path",
-    errno.EEXIST: "Move what is there, or choose another path",
-    errno.EINVAL: "It has to be a plain file: choose another path",
+    errno.EEXIST: "Move the existing file or folder, or choose another path",
+    errno.EINVAL: "The path must be a plain file: choose another path",
     errno.ENAMETOOLONG: "Choose a shorter path",
 }
 _FILES = "Raise the limit on open files (ulimit -n)"
-_SCARCE = {
+_REMEDIES = {
     errno.EMFILE: _FILES,
     errno.ENFILE: _FILES,
     errno.ENOMEM: "Free some memory",
     errno.ENOLCK: "Choose a path on a file system with locks",
-    errno.ESTALE: "The network file system lost the file: see to its server",
-    errno.ETIMEDOUT: "The network file system does not answer: see to its server",
+    errno.ESTALE: "The network file system lost the file: check its server",
+    errno.ETIMEDOUT: "The network file system does not answer: check its server",
     errno.EFBIG: "The file system or a limit (ulimit -f) allows no file of this size: raise it",
 }
 
@@ -193,26 +193,25 @@ def os_errors_as_storage_errors(name: str, path: Path, needed: int = 0) -> Itera
 
 
 def unexpected_os_error(error: OSError) -> StorageError:
-    """A StorageError of an OSError that no step expected; an error of a network names no file."""
+    """A StorageError for an OSError that no step expected; a network error names no file."""
     if isinstance(error.filename, str | bytes) and error.filename:
         return storage_error("using it", Path(os.fsdecode(error.filename)), error)
-    return StorageError(f"{error.strerror or error}. Fix that, then run the same command again.")
+    return StorageError(f"{error.strerror or error}. Fix it, then run the same command again.")
 
 
 def storage_error(name: str, path: Path, error: OSError, needed: int = 0) -> StorageError:
-    """The error that says which operation failed on a path, why, and what to do."""
-    said = f"{path}: {name.replace('_', ' ')} failed: {error.strerror or error}"
+    """The error for a failed operation on a path, with the reason and what to do."""
+    failure = f"{path}: {name.replace('_', ' ')} failed: {error.strerror or error}"
     if error.errno in _FULL:
         needs = f"{needed:,} bytes needed, " if needed else ""
         return StorageError(
-            f"{said} ({needs}{_free_bytes(path.parent)} free). Free some space or choose another "
-            "--output, then run the same command again: finished shards are kept."
+            f"{failure} ({needs}{_free_bytes(path.parent)} free). Free some space or choose "
+            "another --output, then run the same command again: finished shards are kept."
         )
-    if error.errno in _WAYS_ON:
-        return PathError(f"{said}. {_WAYS_ON[error.errno]}, then run the same command again.")
-    if error.errno in _SCARCE:
-        return StorageError(f"{said}. {_SCARCE[error.errno]}, then run the same command again.")
-    return StorageError(f"{said}. Check the disk, then run the same command again.")
+    if remedy := _PATH_REMEDIES.get(error.errno or 0):
+        return PathError(f"{failure}. {remedy}, then run the same command again.")
+    remedy = _REMEDIES.get(error.errno or 0, "Check the disk")
+    return StorageError(f"{failure}. {remedy}, then run the same command again.")
 
 
 def _free_bytes(path: Path) -> str:
@@ -225,7 +224,7 @@ def _free_bytes(path: Path) -> str:
 
 @contextmanager
 def log_failure(missing: str) -> Iterator[None]:
-    """Logs the failure to write an informational file, of whatever kind, and continues."""
+    """Logs any failure to write an informational file, and continues."""
     try:
         yield
     except AlignError as error:
@@ -241,7 +240,7 @@ SHOWN_OF_DIGEST = 12
 def differences(
     stored: Mapping[str, str], wanted: Mapping[str, str], *, had: str = "the cache has"
 ) -> dict[str, str]:
-    """A line for each field that differs, by its name; `had` says what stored it."""
+    """A line for each field that differs, by name; `had` introduces the stored value."""
     return {
         name: f"{name}: {had} {_shown(stored, name)}, now {_shown(wanted, name)}"
         for name in sorted({*stored, *wanted})

@@ -13,7 +13,7 @@ Remember: TypeAlias = Callable[[Path, Callable[[], list[str]]], list[str]]
 
 @dataclass(frozen=True)
 class FileVersion:
-    """The metadata of a file that differ when it is changed or replaced."""
+    """The metadata of a file that change when it is modified or replaced."""
 
     device: int
     inode: int
@@ -23,7 +23,7 @@ class FileVersion:
 
     @staticmethod
     def of(file: Path) -> FileVersion:
-        """The present version of a file; zeros if there is no file."""
+        """The current version of a file; zeros if there is no file."""
         try:
             found = file.stat()
         except FileNotFoundError:

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class CodecError(ValueError):
-    """A record that is not what was written; the message names the field."""
+    """A record that was altered or has wrong fields; the message names the field."""
 
 
 def to_json(value: Any) -> str:
@@ -24,7 +24,7 @@ def to_json(value: Any) -> str:
 
 
 def digest(value: Any, *, without: Collection[str] = ()) -> str:
-    """The sha256 of a value's canonical JSON; of a record without some of its fields."""
+    """The sha256 of a value's canonical JSON, `without` some fields of a record."""
     plain = _plain(value)
     if without:
         plain = {name: one for name, one in plain.items() if name not in without}
@@ -76,7 +76,7 @@ def _parsed(text: str | bytes) -> Any:
 
 
 def _as_written(cls: type[T], plain: Any, text: str | bytes, write: Callable[[Any], str]) -> T:
-    """The record of a text; refused if writing it again gives another text."""
+    """The record in a text; refused if writing it again gives another text."""
     try:
         value = _reader(cls).validate_python(plain, extra="forbid")
         written = write(value)
@@ -84,8 +84,8 @@ def _as_written(cls: type[T], plain: Any, text: str | bytes, write: Callable[[An
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise CodecError(f"{place}: {first['msg']}, found {first['input']!r:.60}") from error
-    except ValueError as error:  # a number that JSON has no word for
+    except ValueError as error:  # NaN or infinity, which JSON cannot write
         raise CodecError(str(error)) from error
     if written.encode() != (text.encode() if isinstance(text, str) else text):
-        raise CodecError("it is not what was written")
+        raise CodecError("it was altered after it was written")
     return cast("T", value)

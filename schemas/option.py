@@ -1,4 +1,4 @@
-"""What the models of settings have in common: how strict they are, and what a wrong value is."""
+"""The strictness that all models of settings share, and the message for a wrong value."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pydantic import ConfigDict, ValidationError
 
 from .errors import closest, did_you_mean
 
-# A boolean is no number and a number is no text. A model is built when it is first used.
+# Strict: no boolean as a number, no number as text. A model is built at its first use.
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
-PATH = "path"  # in a config file such a setting is relative to that file
+PATH = "path"  # a config file's paths are relative to that file
 PathStr: TypeAlias = Annotated[str, PATH]
-# Where scores part the desirable from the undesirable: at the mean of a prompt's, or at a number.
+# The score that separates desirable from undesirable: a prompt's mean or median, or a number.
 Threshold: TypeAlias = Literal["mean", "median"] | float
 
 
 def wrong_value(error: ValidationError) -> str:
-    """What the first wrong value of a model should be, and what was found, for behind its name."""
+    """`should be …, found …` for the first wrong value of a model, to follow its name."""
     errors = error.errors(include_url=False)
     key, found = errors[0]["loc"][0], errors[0]["input"]
     # A value of several types has an error for each of them.

@@ -12,17 +12,15 @@ from .option import STRICT, PathStr, Threshold
 
 @dataclass(frozen=True, config=STRICT)
 class ServerOptions:
-    """A server with OpenAI's interface, such as vLLM or SGLang."""
+    """A server with OpenAI's API, such as vLLM or SGLang."""
 
     url: str = Field(
         default="", description="address of the server, as http://HOST:8000/v1; empty: no server"
     )
-    model: str = Field(
-        default="", description="name of its model; empty: the only one that it lists"
-    )
+    model: str = Field(default="", description="name of its model; empty: the only one it lists")
     revision: str = Field(
         default="",
-        description="your name for its weights, by which answers are kept: it tells no digest",
+        description="your name for its weights, under which answers are stored",
     )
     key_variable: str = Field(
         default="OPENAI_API_KEY",
@@ -44,7 +42,7 @@ class ServerOptions:
 
 @dataclass(frozen=True, config=STRICT)
 class SampleOptions:
-    """Completions of prompts by a policy."""
+    """Sampling of completions by a policy."""
 
     output: PathStr = Field(default="align-samples", description="folder of the samples")
     answers: PathStr = Field(
@@ -64,7 +62,7 @@ class SampleOptions:
 
 @dataclass(frozen=True, config=STRICT)
 class JudgeOptions:
-    """Who says which samples are good, and how."""
+    """The judge of samples."""
 
     output: PathStr = Field(default="align-judged", description="folder of the judged samples")
     answers: PathStr = Field(
@@ -74,13 +72,13 @@ class JudgeOptions:
         default="none",
         description=(
             "reward: a reward model (rewards.model); rubric or pairwise: a language model, "
-            "behind a server (server.url) or in a folder (judge.model); exact or regex: compared "
-            "with the reference answer; function: MODULE:FUNCTION"
+            "behind a server (server.url) or in a folder (judge.model); exact or regex: a "
+            "comparison with the reference answer; function: MODULE:FUNCTION"
         ),
     )
     model: PathStr = Field(default="", description="folder of a language model that judges")
     template: PathStr = Field(
-        default="", description="file with the judge's prompt; empty: the one of align"
+        default="", description="file with the judge's prompt; empty: align's own"
     )
     function: str = Field(
         default="", description="MODULE:FUNCTION(prompt, completion, row) that returns a score"
@@ -101,13 +99,13 @@ class JudgeOptions:
 
 @dataclass(frozen=True, config=STRICT)
 class SelectOptions:
-    """Which judged samples become rows of preference data."""
+    """The choice of judged samples as preference data."""
 
     output: PathStr = Field(default="align-selected", description="folder of the rows")
     rows: Literal["best_worst", "all_pairs", "labels", "groups"] = Field(
         default="best_worst",
         description=(
-            "best_worst: a pair of each prompt; all_pairs; labels: desirable or not, for KTO; "
+            "best_worst: one pair per prompt; all_pairs; labels: desirable or not, for KTO; "
             "groups: all samples with scores, for GRPO and PPO"
         ),
     )
@@ -128,7 +126,7 @@ class SelectOptions:
     )
     keep_cut: bool = Field(
         default=False,
-        description="also take samples cut at max_new_tokens; a policy would learn to end there",
+        description="also take samples cut at max_new_tokens; a policy learns to end there",
     )
 
 
@@ -145,12 +143,12 @@ class RoundsOptions:
     serve: str = Field(
         default="",
         description=(
-            "command of a server that samples, with {model} and {port}, as `vllm serve {model} "
-            "--port {port}`; empty: samples are drawn in this process"
+            "command that starts a server to sample from, such as `vllm serve {model} --port "
+            "{port}`; empty: samples are drawn in this process"
         ),
     )
     serve_timeout: float = Field(
-        default=600.0, gt=0, description="seconds until that server has to be ready"
+        default=600.0, gt=0, description="seconds until that server must be ready"
     )
     prompts_per_round: int = Field(
         default=0, ge=0, description="number of fresh prompts for each round; 0: all"

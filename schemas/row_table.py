@@ -1,9 +1,9 @@
-"""Rows as token ids: their columns, declared once for memory, for encoded slices and for shards.
+"""Rows as token ids: one declaration of their columns for memory, encoded slices and shards.
 
-A row has columns of its own, and completions with columns of theirs. In memory these are two Arrow
-record batches, the completions of all rows end to end; lists of tokens are byte strings there,
-which Arrow takes and joins as a whole. What is missing is null. A slice of the data holds the
-completions of a row as a list of structs, a shard holds each of their columns as a list.
+Rows and completions have columns of their own. In memory they are two Arrow record batches, with
+the completions of all rows end to end and lists of tokens as byte strings, which Arrow copies at
+once. Missing values are null. An encoded slice stores a row's completions as a list of structs, a
+shard stores each of their columns as a list.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .rows import Tree
 
 
 def list_of(kind: pa.DataType, *, nullable: bool = False) -> pa.DataType:
-    """The type of lists, as files name it."""
+    """The type of lists, with the element name that files use."""
     return pa.list_(pa.field("element", kind, nullable=nullable))
 
 
@@ -47,10 +47,10 @@ SOURCE = pa.struct(
     [pa.field("file", pa.string(), nullable=False), pa.field("row", pa.int64(), nullable=False)]
 )
 ROW: dict[str, pa.DataType] = {
-    "row_id": pa.string(),  # a digest of its content in hex; `-1` follows it in the first copy
-    "source": SOURCE,  # the identity of its data file in hex, and its number there
+    "row_id": pa.string(),  # a hex digest of the content; the first copy adds `-1`
+    "source": SOURCE,  # the data file's identity in hex, and the row's number in it
     "prompt_key": pa.binary(16),  # a digest of the prompt's text, equal only for equal prompts
-    "split_key": pa.uint64(),  # decides the side of the held-out split
+    "split_key": pa.uint64(),  # decides whether the row is held out
     "prompt_tokens": pa.int32(),
     "prompt_ids": list_of(pa.int32()),
     "prompt_cut": pa.int32(),  # tokens removed
@@ -58,18 +58,18 @@ ROW: dict[str, pa.DataType] = {
 COMPLETION: dict[str, pa.DataType] = {
     "completion_ids": list_of(pa.int32()),
     "role": pa.int8(),
-    "score": pa.float64(),  # null: the data give none
+    "score": pa.float64(),  # null: none in the data
     "cut": pa.int32(),  # tokens removed
     "num_tokens": pa.int32(),
     "ref_logp": pa.float64(),  # the sum over learned tokens; null: the cache is not scored
-    "ref_token_logps": list_of(pa.float32()),  # not there: the cache keeps no log-probs of tokens
-    # 1 for each token that is learned, else 0; null: one turn of the assistant, all learned.
+    "ref_token_logps": list_of(pa.float32()),  # missing: the cache keeps sums only
+    # 1 for each learned token, else 0; null: one turn of the assistant, all learned.
     "completion_turns": list_of(pa.int16()),
 }
-CARRIED = pa.float64()  # any other column of a row: a number that the data bring
+CARRIED = pa.float64()  # any other column of a row: a number from the data
 COUNTS = {"prompt_tokens": "prompt_ids", "num_tokens": "completion_ids"}  # lengths; in files only
-RESERVED = frozenset([*ROW, *COMPLETION])  # no column that the data bring has such a name
-KEYS = {"completion_key": pa.uint64()}  # a hash of a completion's ids; until it has its partners
+RESERVED = frozenset([*ROW, *COMPLETION])  # names that no column of the data may have
+KEYS = {"completion_key": pa.uint64()}  # a hash of a completion's ids; dropped after pairing
 ID_DIGITS = 32  # hex digits of a row's digest
 LEARNED = 1
 
@@ -78,73 +78,77 @@ _TYPES = {**ROW, **COMPLETION, **KEYS}
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows with all or some of their columns; completions of row i are `branch_offsets[i]:[i+1]`.
+    """Rows with all or some of their columns; each property is a column as a numpy array.
 
-    Each property is a column as numpy sees it, over the same memory.
+    The completions of row i are `completion_offsets[i]:completion_offsets[i + 1]`.
     """
 
     of_rows: pa.RecordBatch
-    of_branches: pa.RecordBatch
-    branch_offsets: NDArray[np.int64]  # (rows + 1,)
+    of_completions: pa.RecordBatch
+    completion_offsets: NDArray[np.int64]  # (rows + 1,)
 
     @staticmethod
     def of(
-        rows: Mapping[str, Any], branches: Mapping[str, Any], branch_offsets: NDArray[np.int64]
+        rows: Mapping[str, Any],
+        completions: Mapping[str, Any],
+        completion_offsets: NDArray[np.int64],
     ) -> Rows:
-        """Rows of columns: numpy arrays, lists of text, `Ragged` or Arrow's arrays."""
-        return Rows(_batch(rows), _batch(branches), branch_offsets)
+        """Rows from columns: numpy arrays, lists of text, `Ragged` or Arrow arrays."""
+        return Rows(_batch(rows), _batch(completions), completion_offsets)
 
     def __len__(self) -> int:
-        return len(self.branch_offsets) - 1
+        return len(self.completion_offsets) - 1
 
     def gather(
-        self, rows: NDArray[np.int64], branches: NDArray[np.int64], offsets: NDArray[np.int64]
+        self, rows: NDArray[np.int64], completions: NDArray[np.int64], offsets: NDArray[np.int64]
     ) -> Rows:
-        """The rows at `rows`; `offsets` divide the completions at `branches` among them."""
-        return Rows(_taken(self.of_rows, rows), _taken(self.of_branches, branches), offsets)
+        """The rows at `rows`; `offsets` divide the completions at `completions` among them."""
+        return Rows(_taken(self.of_rows, rows), _taken(self.of_completions, completions), offsets)
 
     def take(self, rows: NDArray[np.int64]) -> Rows:
         """The rows at `rows`, in that order, with all of their completions."""
-        counts = np.diff(self.branch_offsets)[rows]
-        branches = joined_ranges(self.branch_offsets[rows], counts)
-        return self.gather(rows, branches, offsets_of(counts))
+        counts = np.diff(self.completion_offsets)[rows]
+        completions = joined_ranges(self.completion_offsets[rows], counts)
+        return self.gather(rows, completions, offsets_of(counts))
 
     def between(self, start: int, stop: int) -> Rows:
         """Rows `start` to `stop`, without copying values."""
-        first, last = self.branch_offsets[[start, stop]].tolist()
+        first, last = self.completion_offsets[[start, stop]].tolist()
         return Rows(
             self.of_rows.slice(start, stop - start),
-            self.of_branches.slice(first, last - first),
-            self.branch_offsets[start : stop + 1] - first,
+            self.of_completions.slice(first, last - first),
+            self.completion_offsets[start : stop + 1] - first,
         )
 
     @staticmethod
     def concat(parts: Sequence[Rows]) -> Rows:
-        """The rows of several with the same columns, in order."""
+        """The rows of all parts, in order; all have the same columns."""
         return Rows(
             pa.concat_batches([part.of_rows for part in parts]),
-            pa.concat_batches([part.of_branches for part in parts]),
-            offsets_of(np.concatenate([np.diff(part.branch_offsets) for part in parts])),
+            pa.concat_batches([part.of_completions for part in parts]),
+            offsets_of(np.concatenate([np.diff(part.completion_offsets) for part in parts])),
         )
 
     def with_columns(self, **columns: Any) -> Rows:
-        """The same rows with other values in some columns, or with more columns."""
+        """The same rows with some columns replaced or added."""
         is_inner = (COMPLETION | KEYS).keys()
         own = {name: columns[name] for name in columns if name not in is_inner}
         others = {name: columns[name] for name in columns if name in is_inner}
         return Rows(
-            _replaced(self.of_rows, own), _replaced(self.of_branches, others), self.branch_offsets
+            _replaced(self.of_rows, own),
+            _replaced(self.of_completions, others),
+            self.completion_offsets,
         )
 
     def without(self, *names: str) -> Rows:
         """The same rows without some columns of completions."""
-        kept = [name for name in self.of_branches.schema.names if name not in names]
-        return Rows(self.of_rows, self.of_branches.select(kept), self.branch_offsets)
+        kept = [name for name in self.of_completions.schema.names if name not in names]
+        return Rows(self.of_rows, self.of_completions.select(kept), self.completion_offsets)
 
     def in_key_order(self) -> Rows:
-        """The rows sorted by their prompts' hash, then by digest; equal rows as the data have them.
+        """The rows sorted by prompt hash, digest, file and number.
 
-        So the order is the same for any slices and workers.
+        The order is therefore the same for any slices and workers.
         """
         keys = [*map(self.of_rows.column, ("prompt_key", "row_id"))]
         keys += self.of_rows.column("source").flatten()
@@ -155,14 +159,14 @@ class Rows:
 
     def to_batch(self) -> pa.RecordBatch:
         """One batch over the same memory: the last column has a list of structs for each row."""
-        structs = self.of_branches.to_struct_array()
-        lists = lists_over(self.branch_offsets, structs, pa.list_(structs.type))
+        structs = self.of_completions.to_struct_array()
+        lists = lists_over(self.completion_offsets, structs, pa.list_(structs.type))
         columns, names = self.of_rows.columns, self.of_rows.schema.names
         return pa.RecordBatch.from_arrays([*columns, lists], names=[*names, "completions"])
 
     @staticmethod
     def of_batches(batches: Sequence[pa.RecordBatch]) -> Rows:
-        """The rows of such batches, in order."""
+        """The rows of batches that `to_batch` made, in order."""
         joined = pa.concat_batches(batches)
         *columns, lists = joined.columns
         return Rows(
@@ -199,7 +203,7 @@ class Rows:
 
     @cached_property
     def split_key(self) -> NDArray[np.uint64]:
-        """The key of each row that decides the side of the held-out split."""
+        """The key of each row that decides whether it is held out."""
         return numpy_of(self.of_rows.column("split_key"))
 
     @cached_property
@@ -209,12 +213,12 @@ class Rows:
 
     @cached_property
     def prompt_cut(self) -> NDArray[np.int32]:
-        """The number of tokens that were removed of each prompt."""
+        """The number of tokens that were cut from each prompt."""
         return numpy_of(self.of_rows.column("prompt_cut"))
 
     @cached_property
     def carried(self) -> dict[str, NDArray[np.float64]]:
-        """The numbers that the data bring, by name."""
+        """The extra numeric columns of the data, by name."""
         schema = self.of_rows.schema
         return {
             name: numpy_of(column)
@@ -223,51 +227,51 @@ class Rows:
         }
 
     @cached_property
-    def row_of_branch(self) -> NDArray[np.int64]:
+    def row_of_completion(self) -> NDArray[np.int64]:
         """The index of each completion's row."""
-        return np.repeat(np.arange(len(self), dtype=np.int64), np.diff(self.branch_offsets))
+        return np.repeat(np.arange(len(self), dtype=np.int64), np.diff(self.completion_offsets))
 
     @cached_property
     def completions(self) -> Ragged:
         """The token ids of completions."""
-        return unpacked(self.of_branches.column("completion_ids"), np.int32)
+        return unpacked(self.of_completions.column("completion_ids"), np.int32)
 
     @cached_property
     def roles(self) -> NDArray[np.int8]:
         """The role of each completion."""
-        return numpy_of(self.of_branches.column("role"))
+        return numpy_of(self.of_completions.column("role"))
 
     @cached_property
     def scores(self) -> NDArray[np.float64]:
-        """The score of each completion; NaN where the data give none."""
-        return numpy_of(self.of_branches.column("score"))
+        """The score of each completion; NaN where the data have none."""
+        return numpy_of(self.of_completions.column("score"))
 
     @cached_property
     def cut(self) -> NDArray[np.int32]:
-        """The number of tokens that were removed of each completion."""
-        return numpy_of(self.of_branches.column("cut"))
+        """The number of tokens that were cut from each completion."""
+        return numpy_of(self.of_completions.column("cut"))
 
     @cached_property
     def completion_key(self) -> NDArray[np.uint64]:
         """A hash of each completion's ids."""
-        return numpy_of(self.of_branches.column("completion_key"))
+        return numpy_of(self.of_completions.column("completion_key"))
 
     @cached_property
     def learned(self) -> Ragged | None:
-        """1 for each token of completions that is learned, else 0; None: all are."""
-        lists = self.of_branches.column("completion_turns")
+        """1 for each learned token of completions, else 0; None: all are learned."""
+        lists = self.of_completions.column("completion_turns")
         if lists.null_count == len(lists):
             return None
-        told = unpacked(lists, np.int16)
+        turns = unpacked(lists, np.int16)
         if not lists.null_count:
-            return told
+            return turns
         values = np.full(len(self.completions.values), LEARNED, np.int16)
-        values[np.repeat(is_valid(lists), self.completions.lengths)] = told.values
+        values[np.repeat(is_valid(lists), self.completions.lengths)] = turns.values
         return Ragged(values, self.completions.offsets)
 
     @property
     def is_learned(self) -> NDArray[np.bool_] | None:
-        """Mask of the completions' tokens that are learned; None: all of them."""
+        """Mask of the completions' learned tokens; None: all are learned."""
         return None if self.learned is None else self.learned.values > 0
 
     @cached_property
@@ -277,26 +281,28 @@ class Rows:
 
     @cached_property
     def logps(self) -> NDArray[np.float64]:
-        """The reference's log-prob of each completion; NaN where the cache is not scored."""
-        return numpy_of(self.of_branches.column("ref_logp"))
+        """The reference's log-prob of each completion; NaN in a cache that is not scored."""
+        return numpy_of(self.of_completions.column("ref_logp"))
 
     @cached_property
     def token_logps(self) -> Ragged | None:
-        """The reference's log-probs of each completion's tokens; None: they are not kept."""
-        if "ref_token_logps" not in self.of_branches.schema.names:
+        """The reference's log-probs of each completion's tokens; None: not stored."""
+        if "ref_token_logps" not in self.of_completions.schema.names:
             return None
-        return unpacked(self.of_branches.column("ref_token_logps"), np.float32)
+        return unpacked(self.of_completions.column("ref_token_logps"), np.float32)
 
     def completion_bytes(self) -> Iterator[bytes]:
-        """What identifies each completion: its ids, and what of them is learned."""
-        for branch, ids in enumerate(self.completions):
-            yield bytes_of(ids.tobytes(), None if self.learned is None else self.learned[branch])
+        """The bytes that identify each completion: its ids and its learned tokens."""
+        for completion, ids in enumerate(self.completions):
+            yield bytes_of(
+                ids.tobytes(), None if self.learned is None else self.learned[completion]
+            )
 
     def trees(self) -> tuple[Tree, ...]:
         """The prompt tree of each row."""
-        ends, completions = self.branch_offsets.tolist(), self.completions
+        ends, completions = self.completion_offsets.tolist(), self.completions
         return tuple(
-            Tree(prompt, tuple(completions[branch] for branch in range(start, end)))
+            Tree(prompt, tuple(completions[completion] for completion in range(start, end)))
             for prompt, start, end in zip(self.prompts, ends, ends[1:], strict=False)
         )
 
@@ -307,7 +313,7 @@ def learned_counts(turns: Ragged) -> NDArray[np.int64]:
 
 
 def fitted_length(ids: Sequence[int] | NDArray[np.int32], most: int, stops: Collection[int]) -> int:
-    """How many tokens of a completion fit; one that is cut never ends with a stop token."""
+    """The number of tokens that fit; a cut completion never ends with a stop token."""
     length = min(len(ids), most)
     while 0 < length < len(ids) and int(ids[length - 1]) in stops:
         length -= 1
@@ -315,7 +321,7 @@ def fitted_length(ids: Sequence[int] | NDArray[np.int32], most: int, stops: Coll
 
 
 def bytes_of(ids: bytes, turns: NDArray[np.int16] | None) -> bytes:
-    """What identifies a completion; of one turn that is all learned, the ids alone do."""
+    """The bytes that identify a completion: its ids, and `turns` unless all are learned."""
     if turns is None or (turns == LEARNED).all():
         return ids
     return b"".join((ids, b"turns", turns.astype("<i2").tobytes()))
@@ -327,12 +333,12 @@ def digest_of(content: bytes) -> bytes:
 
 
 def keys_of(digests: Sequence[bytes]) -> NDArray[np.uint64]:
-    """Digests of completions as the keys that stand for them."""
+    """The keys of completions, from their digests."""
     return np.frombuffer(b"".join(digests), np.uint64)[::2]
 
 
 def sources(files: Sequence[int] | pa.Array, rows: NDArray[np.int64]) -> pa.Array:
-    """The column that says where rows come from: the identities of files, and numbers there."""
+    """The `source` column: each row's file identity and its number in that file."""
     names = files if isinstance(files, pa.Array) else text_of([f"{file:016x}" for file in files])
     return pa.StructArray.from_arrays([names, arrow_of(rows, pa.int64())], fields=list(SOURCE))
 

@@ -1,4 +1,4 @@
-"""Rows as text, and what scores them; rejected rows and their reasons."""
+"""Rows as text, the scorers of rows, and rejected rows with their reasons."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Message: TypeAlias = "Mapping[str, Any]"  # {"role": ..., "content": ...}
 Text: TypeAlias = "str | tuple[Message, ...]"  # plain text, or a conversation
 
-TIE = "tie"  # two answers of which none won: nothing is wrong with such a row
+TIE = "tie"  # neither answer won: such a row is skipped, but is not wrong
 REASONS = (
     "schema",
     "empty_prompt",
@@ -36,7 +36,7 @@ REASONS = (
 
 
 class Role(IntEnum):
-    """The role of a branch."""
+    """The role of a completion."""
 
     CHOSEN = 0
     REJECTED = 1
@@ -47,7 +47,7 @@ class Role(IntEnum):
 
 
 class BadRow(Exception):  # noqa: N818 - not an error of the program: one row is rejected
-    """One row that cannot be used, with a reason from REASONS."""
+    """A row cannot be used, for a reason from REASONS."""
 
     def __init__(self, reason: str, detail: str) -> None:
         assert reason in REASONS, reason
@@ -56,13 +56,13 @@ class BadRow(Exception):  # noqa: N818 - not an error of the program: one row is
         self.detail = detail
 
     def at(self, file: int, row: int) -> Rejected:
-        """The same of the row at this place."""
+        """The rejected row, with its file and number."""
         return Rejected(file, row, self.reason, self.detail)
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A row that is rejected: its file and number, and the reason that it cannot be used."""
+    """A rejected row: its file, its number, and the reason."""
 
     file: int  # its identity
     row: int
@@ -72,7 +72,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Record:
-    """One checked row as text; all three tuples have one entry per completion."""
+    """One checked row as text; each tuple has one entry per completion."""
 
     file: int  # its identity
     row: int  # 0-based within its file
@@ -83,11 +83,11 @@ class Record:
     tools: tuple[Any, ...] | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
     carried: Mapping[str, float] = field(default_factory=dict)
-    # Of each completion, which of its messages are learned; None: all of them.
+    # The learned messages of each completion; None: all of them.
     learned: tuple[tuple[bool, ...] | None, ...] = ()
 
     def learned_of(self, number: int) -> tuple[bool, ...] | None:
-        """Which messages of a completion are learned, where its data leave some out."""
+        """The learned messages of a completion; None: all of them."""
         return self.learned[number] if self.learned else None
 
     @property
@@ -102,11 +102,12 @@ CONTENT_JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=r
 def prompt_digest(
     prompt: Text, tools: Sequence[Any] | None, template_options: Mapping[str, Any]
 ) -> bytes:
-    """What a prompt is known by, in caches and in tables: all that a model sees of it, hashed.
+    """The digest that identifies a prompt in caches and tables: a hash of all that a model sees.
 
-    Token ids do not identify it: if its end falls inside a token, they depend on the completion.
+    Token ids do not identify a prompt: if its end falls inside a token, they depend on the
+    completion.
     """
-    if isinstance(prompt, str):  # which has neither; encoding a text alone is quick
+    if isinstance(prompt, str):  # plain text has no tools and no template options
         content = f"[{CONTENT_JSON.encode(prompt)},null,{{}}]"
     else:
         content = CONTENT_JSON.encode([prompt, tools, template_options])
@@ -126,13 +127,10 @@ class Tree:
         return len(self.prompt) + sum(map(len, self.branches))
 
 
-def sums_of_branches(
+def sums_of_completions(
     token_logps: Ragged, is_learned: NDArray[np.bool_] | None
 ) -> NDArray[np.float64]:
-    """The sum of each branch's log-probs, of those that are learned, in float64.
-
-    No branch is empty.
-    """
+    """The sum of each completion's learned log-probs, in float64; no completion is empty."""
     if not len(token_logps):
         return np.empty(0, dtype=np.float64)
     values = token_logps.values.astype(np.float64)
@@ -146,22 +144,22 @@ def sums_of_branches(
 
 @dataclass(frozen=True)
 class Rescored:
-    """Scored rows that were scored again; all three have a value per branch."""
+    """A second scoring of scored rows, compared with the first; one value per completion."""
 
     logps: NDArray[np.float64]
-    gaps: NDArray[np.float64]  # from those of the rows
+    gaps: NDArray[np.float64]  # to the rows' log-probs
     excess: NDArray[np.float64]  # over the tolerance; NaN where a log-prob is
 
     @staticmethod
     def of(rows: Rows, token_logps: Ragged, *dtypes: str) -> Rescored:
-        """Compares rows with the log-probs that their tokens have now."""
-        logps = sums_of_branches(token_logps, rows.is_learned)
+        """Compares rows with new log-probs of their tokens."""
+        logps = sums_of_completions(token_logps, rows.is_learned)
         gaps = np.abs(logps - rows.logps)
         return Rescored(logps, gaps, gaps - allowed_gaps(rows.num_learned, *dtypes))
 
     @property
     def worst(self) -> int:
-        """The branch with the largest excess; NaN counts as the largest."""
+        """The completion with the largest excess; NaN counts as the largest."""
         return int(np.argmax(self.excess))
 
     @property
@@ -175,7 +173,7 @@ class OutOfMemory(Exception):  # noqa: N818 - a request to try again with less
 
 
 class Scorer(Protocol):
-    """A scorer: log-probabilities of branches, given their prompts."""
+    """A scorer: log-probabilities of completions, given their prompts."""
 
     @property
     def pads(self) -> bool:
@@ -183,9 +181,9 @@ class Scorer(Protocol):
         ...
 
     def launch(self, trees: Sequence[Tree]) -> Callable[[], NDArray[np.float32]]:
-        """Begins to score a batch, which is refused here if it does not fit.
+        """Starts to score a batch; OutOfMemory is raised here if it does not fit.
 
-        The call that it returns waits for the values of `score`.
+        The returned function waits for the values that `score` returns.
         """
         ...
 
@@ -194,7 +192,7 @@ class Scorer(Protocol):
         ...
 
     def describe(self) -> Mapping[str, str]:
-        """The numerics of scores that are decided when the weights are loaded, by name."""
+        """The numerics of scores, by name, that are known once the weights are loaded."""
         ...
 
 
@@ -214,23 +212,23 @@ class Reference(Protocol):
         ...
 
 
-# Nats per token by which a score may differ when its batch had another shape.
+# Nats per token by which a score may differ in a batch of another shape.
 PER_TOKEN = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 # The least tolerance per sequence: that of short completions in float32.
 LEAST = 1e-4
 
 
 def allowed_gaps(num_tokens: NDArray[np.int64], *dtypes: str) -> NDArray[np.float64]:
-    """The tolerance of each sequence's score, for the coarsest of the dtypes."""
+    """The tolerance of each completion's log-prob, for the coarsest of the dtypes."""
     per_token = max(PER_TOKEN[dtype] for dtype in dtypes)
     allowed: NDArray[np.float64] = np.maximum(LEAST, per_token * num_tokens)
     return allowed
 
 
 def rounding_of(*dtypes: str) -> float:
-    """The rounding of a sequence's log-prob, in nats, below which rewards count as tied.
+    """The difference of log-probs, in nats, below which rewards count as tied.
 
-    1e-4 in float32, and scaled by the tolerance per token in a coarser dtype: 0.05 in float16, 0.2
-    in bfloat16. It is independent of the length, because roundings of many tokens cancel.
+    1e-4 in float32, 0.05 in float16 and 0.2 in bfloat16: it grows with the tolerance per token. It
+    does not depend on the length, because the roundings of many tokens cancel.
     """
     return LEAST * max(PER_TOKEN[dtype] for dtype in dtypes) / PER_TOKEN["float32"]

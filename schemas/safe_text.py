@@ -18,9 +18,9 @@ from urllib.parse import quote, unquote
 T = TypeVar("T")
 
 MASK = "***"
-# Parts of a password are masked in messages too, unless they are shorter than this.
+# Parts of a password are masked too, unless they are shorter than this.
 SHORTEST_PART = 2
-# Shorter secrets may be parts of other words: they are masked only where they stand alone.
+# Shorter secrets may be parts of other words: they are masked only as whole words.
 MASKED_ANYWHERE = 12
 LONGEST_NAME = 20  # a user's name that is longer is a token
 
@@ -68,7 +68,7 @@ def shown(text: str) -> str:
 
 
 def redacted(text: str) -> str:
-    """The text without secrets: those in addresses, and those that this process has registered."""
+    """The text without the secrets in addresses and those that this process registered."""
     text = masked(text)
     for secret in sorted((one for one in _known() if one in text), key=len, reverse=True):
         if len(secret) >= MASKED_ANYWHERE:
@@ -116,7 +116,7 @@ def masked_address(address: str) -> str:
 
 
 def mask_secrets_of(address: str) -> None:
-    """Registers the secrets of an address: they and their parts are masked from now on."""
+    """Registers the secrets of an address, to be masked from now on, whole and in parts."""
     if not _WHOLE_ADDRESS.fullmatch(address):
         return
     user, host = _parted(address.partition("://")[2])
@@ -133,7 +133,7 @@ def mask_secrets_of(address: str) -> None:
 
 
 def mask_secret(secret: str) -> None:
-    """Registers a secret, raw and URL-quoted: it is masked from now on."""
+    """Registers a secret, to be masked from now on, raw and URL-quoted."""
     _secrets.update(
         one for one in (secret, quote(secret, safe="")) if len(one) >= SHORTEST_VARIABLE
     )
@@ -169,7 +169,7 @@ def _pieces(secret: str) -> set[str]:
 
 
 def _known() -> set[str]:
-    """The secrets that this process has registered, and those of its environment as it is now."""
+    """The secrets that this process registered, and those of its current environment."""
     of_environment = {
         value
         for name, value in os.environ.items()
@@ -189,7 +189,7 @@ def _is_plain(character: str) -> bool:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether this is the name of a file or folder, and a path to elsewhere on no system."""
+    """Whether this is a file or folder name and, on any system, not a path to elsewhere."""
     return (
         isinstance(name, str)
         and name not in {"", ".", ".."}

@@ -1,4 +1,4 @@
-"""Prompts, sampled completions, and the Protocol of the models that sample them."""
+"""Prompts, sampled completions, and the protocols of the models that sample them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Literal, Protocol, TypeAlias
 from .json_codec import digest
 from .rows import BadRow, Text, prompt_digest
 
-# stop: the model ended it; length: it was cut; other: a server names another reason.
+# stop: the model ended the sample; length: it was cut; other: the server gave another reason.
 Finish: TypeAlias = Literal["stop", "length", "other"]
-SERVER = "server"  # the device of a model that computes elsewhere
+SERVER = "server"  # the device of a model behind a server
 KEY_LENGTH = 32  # hexadecimal digits
 # The columns that a table of samples adds to its prompts.
 SAMPLE_COLUMNS = (
@@ -35,7 +35,7 @@ class Prompt:
 
     @property
     def key(self) -> str:
-        """The digest that a cache has of the prompt; carried columns are not in it."""
+        """The prompt's digest, as in caches; carried columns do not change it."""
         return prompt_digest(self.text, self.tools, self.template_options).hex()
 
 
@@ -57,7 +57,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Drawing:
-    """The distribution that samples were drawn from: a model's own, or a modified one."""
+    """The distribution of samples: the model's own, or a modified one."""
 
     temperature: float
     top_p: float
@@ -71,7 +71,7 @@ class Drawing:
 
     @property
     def is_own(self) -> bool:
-        """Whether these are the model's own probabilities."""
+        """Whether samples are drawn from the model's own probabilities."""
         return self == Drawing(1.0, 1.0, 0)
 
 
@@ -105,14 +105,14 @@ class Refused:
 
 
 class Sampler(Protocol):
-    """A model that completes prompts: in this process, or behind a server.
+    """A model that completes prompts, in this process or behind a server.
 
-    What has a body here is of a model that takes every prompt as it is.
+    Methods with a body are the defaults, for a model that takes every prompt as it is.
     """
 
     @property
     def device(self) -> str:
-        """The device it computes on: cpu, cuda, …, or SERVER."""
+        """The device of the model: cpu, cuda, …, or SERVER."""
         ...
 
     def identity(self) -> Mapping[str, str]:
@@ -125,26 +125,26 @@ class Sampler(Protocol):
 
     @property
     def has_template(self) -> bool:
-        """Whether it has a chat template that is not used for prompts of plain text."""
+        """Whether the model has a chat template, which plain prompts do not use."""
         return False
 
     def fitted(self, prompt: Prompt) -> Prompt:
-        """The prompt with its calls of tools in the form that the model's template writes."""
+        """The prompt with its tool calls in the form that the model's template writes."""
         return prompt
 
     def refused(self, prompts: Sequence[Prompt], sampling: Sampling) -> Mapping[str, BadRow]:
-        """The prompts that it cannot complete, by key, as far as known without asking."""
+        """The prompts, by key, that are known beforehand to be impossible to complete."""
         return {}
 
 
 class OpenSampler(Protocol):
-    """A model that is ready."""
+    """A sampler with its weights loaded."""
 
     def sample(self, wanted: Sequence[Wanted]) -> Iterator[Sequence[Sample | Refused]]:
         """Yields all samples in groups, in any order, each group as soon as it is complete.
 
-        A group is stored before the next one is requested; refused samples are counted, and
-        requested again by the next command.
+        A group is stored before the next one is requested. Refused samples are counted, and the
+        next command requests them again.
         """
         ...
 

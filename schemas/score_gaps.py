@@ -1,8 +1,7 @@
-"""Comparison of scores up to rounding, by which pairs and labels are made.
+"""Comparison of scores up to rounding, for making pairs and labels.
 
-Scores were computed and stored with rounding, perhaps in float32: 0.8 is not more than 0.1 above
-0.7, and 0.1 + 0.2 equals 0.3. So two scores are equal if they differ by no more than a millionth of
-the larger one.
+Scores carry rounding, perhaps of float32: 0.1 + 0.2 must equal 0.3, and 0.8 must not be more than
+0.1 above 0.7. So two scores are equal if they differ by at most a millionth of the larger one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ def further_apart(
 ) -> NDArray[np.bool_]:
     """Whether each score exceeds the other by more than the gap and rounding."""
     size = np.maximum(np.maximum(np.abs(better), np.abs(worse)), gap)
-    with np.errstate(over="ignore"):  # of the largest numbers that there are
+    with np.errstate(over="ignore"):  # the largest floats overflow
         is_far: NDArray[np.bool_] = better - worse - gap > TOLERANCE * size
     return is_far
 
@@ -29,7 +28,7 @@ def is_above(score: float, other: float) -> bool:
 
 
 def without_rounding(scores: NDArray[np.float64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The scores, with those of a row that differ by rounding alone set to the best of them."""
+    """The scores, where a row's scores that differ only by rounding become their highest."""
     order = np.lexsort((-scores, rows))
     ranked, row = scores[order], rows[order]
     begins = np.ones(len(ranked), dtype=np.bool_)

@@ -1,4 +1,4 @@
-"""The settings of training: of the policy, and of an adapter in its place."""
+"""The settings of training: the policy's, and an adapter's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .option import STRICT, PathStr, Threshold
 
 @dataclass(frozen=True, config=STRICT)
 class TrainOptions:
-    """The policy and how it learns."""
+    """Training of the policy."""
 
     method: str = Field(default="", description="kto, dpo, orpo, …: `align methods` lists all")
     cache: PathStr = Field(
@@ -58,7 +58,7 @@ class TrainOptions:
     beta2: float = Field(default=0.999, ge=0, lt=1, description="beta2 of AdamW")
     epsilon: float = Field(default=1e-8, ge=0, description="epsilon of AdamW")
     max_grad_norm: float = Field(
-        default=1.0, ge=0, description="gradients of a larger norm are scaled down to it; 0: never"
+        default=1.0, ge=0, description="largest gradient norm; larger ones are clipped; 0: never"
     )
     seed: int = Field(default=0, lt=2**63, description="seed of row order and dropout")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -70,8 +70,8 @@ class TrainOptions:
     memory: str | int = Field(
         default="",
         description=(
-            "most memory of a GPU, or of the process on a CPU, as 24g, 512m or bytes: settings "
-            "that are auto are chosen to fit; empty: all of the GPU, and no limit on a CPU"
+            "most memory of a GPU, or of the process on a CPU, as 24g, 512m or bytes: auto "
+            "settings are chosen to fit; empty: all of the GPU, and no limit on a CPU"
         ),
     )
     gradient_checkpointing: bool | Literal["auto"] = Field(
@@ -80,7 +80,7 @@ class TrainOptions:
     )
     checkpoint_offload: bool | Literal["auto"] = Field(
         default="auto",
-        description="with gradient_checkpointing: the inputs of layers are kept in CPU memory",
+        description="with gradient_checkpointing: keep the inputs of layers in CPU memory",
     )
     optimizer: Literal["adamw", "adamw8bit"] = Field(
         default="adamw",
@@ -88,7 +88,7 @@ class TrainOptions:
     )
     optimizer_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="dtype of master weights and optimizer states, where the policy is in bfloat16",
+        description="dtype of master weights and optimizer states of a bfloat16 policy",
     )
     router_loss: float = Field(
         default=0.0,
@@ -105,7 +105,7 @@ class TrainOptions:
     )
     pairs_from_scores: Literal["best_worst", "all"] = Field(
         default="best_worst",
-        description="pairs out of scored rows: the best and the worst of each, or all pairs",
+        description="pairs made of scored rows: the best and the worst of each, or all pairs",
     )
     min_score_gap: float = Field(
         default=0.0, ge=0, description="least difference between the scores of such a pair"
@@ -113,21 +113,21 @@ class TrainOptions:
     label_threshold: Threshold = Field(
         default="mean",
         description=(
-            "scored completions are desirable above this, undesirable below it, neither at it: "
-            "mean or median of their row, or a number"
+            "scored completions are desirable above this and undesirable below it: mean or median "
+            "of their row, or a number; one that equals it is left out"
         ),
     )
     desirable_share: float = Field(
         default=1.0,
         ge=0,
         le=1,
-        description="share of prompts whose desirable completions a method of labels learns from",
+        description="share of prompts whose desirable completions KTO and its like learn from",
     )
     undesirable_share: float = Field(
         default=1.0,
         ge=0,
         le=1,
-        description="the same for undesirable ones; two shares that add up to 1 share no prompt",
+        description="the same for undesirable ones; shares that add up to 1 share no prompt",
     )
     file_weights: dict[str, float] = Field(
         default_factory=dict,
@@ -152,8 +152,8 @@ class TrainOptions:
     row_margins: bool = Field(
         default=False,
         description=(
-            "log the margin of each training row at each visit in rows.parquet: which rows are "
-            "never learned, and which are forgotten"
+            "log the margin of each training row at each step that runs it, in rows.parquet: it "
+            "shows rows that are never learned or forgotten"
         ),
     )
     limit_eval_batches: int = Field(
@@ -170,8 +170,8 @@ class TrainOptions:
     best: str = Field(
         default="",
         description=(
-            "also keep the checkpoint with the best value, e.g. eval/loss: the lowest of loss, "
-            "nll, kl, rejected, grad_norm and errors, else the highest; -NAME lowest, +NAME "
+            "also keep the checkpoint with the best value, e.g. eval/loss: the lowest loss, "
+            "nll, kl, rejected, grad_norm or errors, else the highest; -NAME lowest, +NAME "
             "highest"
         ),
     )
@@ -189,13 +189,13 @@ class TrainOptions:
     )
     other_reference: bool = Field(
         default=False,
-        description="let the policy begin as another model than the reference of the cache",
+        description="let the policy start as another model than the cache's reference",
     )
     other_sampling: bool = Field(
         default=False,
         description=(
-            "let grpo and ppo learn from samples that were drawn at another temperature than 1, or "
-            "with top-p or top-k: their ratio divides by the reference's own probabilities"
+            "let grpo and ppo learn from samples drawn at another temperature than 1, or with "
+            "top-p or top-k, although their ratio divides by the reference's own probabilities"
         ),
     )
     nonfinite_limit: int = Field(
@@ -204,23 +204,23 @@ class TrainOptions:
 
     @property
     def recomputes(self) -> bool:
-        """Whether activations are recomputed; an `auto` that nothing has decided is no."""
+        """Whether activations are recomputed; an undecided `auto` counts as no."""
         return self.gradient_checkpointing is True
 
     @property
     def offloads_inputs(self) -> bool:
-        """Whether what enters a layer waits on the CPU; an `auto` that nothing decided is no."""
+        """Whether the inputs of layers wait on the CPU; an undecided `auto` counts as no."""
         return self.checkpoint_offload is True
 
     @property
     def holds_rows_out(self) -> bool:
-        """Whether there is anything to evaluate on."""
+        """Whether there are rows to evaluate on."""
         return bool(self.eval_fraction or self.eval_cache)
 
 
 @dataclass(frozen=True, config=STRICT)
 class LoraOptions:
-    """Training an adapter instead of the whole policy."""
+    """Training of an adapter instead of the whole policy."""
 
     enabled: bool = Field(default=False, description="train a LoRA adapter by peft")
     rank: int = Field(default=16, ge=1, description="rank of the adapter")

@@ -23,7 +23,7 @@ from align.stages.data.columns import OURS
 from align.stages.data.shapes import OPTIONAL, SHAPES, Shape
 from align.stages.demo import tiny_world
 from align.stages.methods.method_docs import markdown_table
-from align.stages.methods.table import METHODS, recipe_of
+from align.stages.methods.table import METHODS, objective_of
 from align.stages.storage.shards import RESERVED
 from support.command import align
 from support.pages import (
@@ -67,8 +67,8 @@ def take(words):
     command = name if name in WITH_SETTINGS else "config"
     method = load_settings({}, sets, file=None, command=command).config.method
     asked = given.get("methods") or [given.get("train.method")]
-    for recipe in filter(None, asked):
-        recipe_of(recipe, method)
+    for objective in filter(None, asked):
+        objective_of(objective, method)
 
 
 def test_the_help_of_every_command_ends_with_an_example_that_is_taken():

@@ -22,7 +22,7 @@ from align.schemas.rows import Tree, allowed_gaps
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.engine.deepspeed_engine import open_engine
 from align.stages.engine.distributed import joined_world
-from align.stages.methods.table import recipe_of
+from align.stages.methods.table import objective_of
 from align.stages.model.policy import load_policy
 from support.command import launch
 from support.engine_ranks import OPTIONS, Run, global_tokens, rows_of
@@ -196,7 +196,7 @@ def test_a_gpu_holds_what_is_planned(device, lone_rank, half_billion, way, lora)
     facts = PlanFacts(
         model,
         "bfloat16",
-        recipe_of("dpo", {}),
+        objective_of("dpo", {}),
         even_rows(64, shape, num_partners=0),
         rows=64,
         held_out=0,

@@ -320,10 +320,10 @@ def run(context: typer.Context, data: Data = None, quiet: Quiet = False) -> None
 
     The cache stays: the next run on the same data scores nothing.
     """
-    from ..options.first_checks import asked_recipe, require_folder, require_inputs
+    from ..options.first_checks import asked_objective, require_folder, require_inputs
 
     given = settings_of(context, data=data)
-    asked_recipe(given.config)
+    asked_objective(given.config)
     require_inputs(given.config)
     require_folder(given.config.train.model, "Pass the policy by --policy DIR.")
     from ..precompute.precompute import make_cache
@@ -394,11 +394,11 @@ def sweep(
 
     A flag with several values, as --lr 1e-6,1e-5, tries each of them.
     """
-    from ...stages.methods.table import recipe_of
+    from ...stages.methods.table import objective_of
     from ..options.settings import load_settings
 
     for method in methods:
-        recipe_of(method, {})
+        objective_of(method, {})
     from ..train.sweep import sweep as run_sweep
     from ..train.sweep import trials_of, varied_by
 

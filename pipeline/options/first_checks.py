@@ -6,25 +6,25 @@ from pathlib import Path
 
 from ...schemas.config import Config
 from ...schemas.errors import UsageError
-from ...stages.methods.recipe import Recipe
-from ...stages.methods.table import recipe_of
+from ...stages.methods.objective import Objective
+from ...stages.methods.table import objective_of
 from ...stages.storage.cache import Cache
 from ...stages.storage.locations import is_remote
 
 
-def asked_recipe(config: Config) -> Recipe:
+def asked_objective(config: Config) -> Objective:
     """The method of the settings with its options, or a mixture."""
     if not config.train.method:
         raise UsageError(
             "No method. Pass --method kto (or dpo, orpo, …; `align methods` lists them all), or "
             "set train.method in align.yaml."
         )
-    return recipe_of(config.train.method, config.method)
+    return objective_of(config.train.method, config.method)
 
 
 def require_training(config: Config) -> None:
     """Refuses a training whose method, cache or policy there is not."""
-    asked_recipe(config)
+    asked_objective(config)
     cache = config.train.cache or config.cache.output
     if not is_remote(cache) and not (Path(cache) / "manifest.json").exists():
         Cache(Path(cache)).manifest()  # which says what there is instead

@@ -21,47 +21,47 @@ from ...stages.storage.cache import Cache
 from ..options.settings import Settings, flatten
 
 if TYPE_CHECKING:
-    from ...stages.methods.recipe import Recipe
+    from ...stages.methods.objective import Objective
 
 
-def read_spec_of(recipe: Recipe, train: TrainOptions, policy: str) -> ReadSpec:
+def read_spec_of(objective: Objective, train: TrainOptions, policy: str) -> ReadSpec:
     """The read spec of stored rows; `policy` is the policy's folder, for its tokenizer."""
     shares = (train.desirable_share, train.undesirable_share)
-    if recipe.rows != "labelled" and shares != (1.0, 1.0):
+    if objective.rows != "labelled" and shares != (1.0, 1.0):
         raise UsageError(
             f"train.desirable_share and train.undesirable_share are for methods that read labels, "
-            f"such as kto; {recipe.name} reads {recipe.rows} rows. Unset both."
+            f"such as kto; {objective.name} reads {objective.rows} rows. Unset both."
         )
     return ReadSpec(
-        kind=recipe.rows,
-        mismatched="mismatched" in recipe.needs,
+        kind=objective.rows,
+        mismatched="mismatched" in objective.needs,
         eval_fraction=train.eval_fraction,
         rules=ScoreRules(
             train.pairs_from_scores,
             train.min_score_gap,
             train.label_threshold,
-            recipe.bad_score,
+            objective.bad_score,
         ),
-        needs_scores="scores" in recipe.needs or recipe.rows == "grouped",
-        columns=tuple(dict.fromkeys(recipe.modifiers.columns)),
-        context=_context(recipe, policy),
+        needs_scores="scores" in objective.needs or objective.rows == "grouped",
+        columns=tuple(dict.fromkeys(objective.modifiers.columns)),
+        context=_context(objective, policy),
         file_weights=train.file_weights,
         label_shares=shares,
         seed=train.seed,
     )
 
 
-def _context(recipe: Recipe, policy: str) -> dict[Role, tuple[int, ...]]:
+def _context(objective: Objective, policy: str) -> dict[Role, tuple[int, ...]]:
     """The tokens a method puts between a prompt and the completions of each role."""
-    part = next((one for one in recipe.parts if one.method.context), None)
-    if part is None or part.method.context is None:
+    term = next((one for one in objective.terms if one.method.context), None)
+    if term is None or term.method.context is None:
         return {}
-    if len(recipe.parts) > 1:
+    if len(objective.terms) > 1:
         raise UsageError(
-            f"{part.method.name} shows the policy other prompts than the reference saw: it cannot "
+            f"{term.method.name} shows the policy other prompts than the reference saw: it cannot "
             "be mixed."
         )
-    texts = part.method.context(part.options)
+    texts = term.method.context(term.options)
     backend = load_tokenizer(policy, TokenOptions(bos="never", eos="never")).backend
     context = {
         role: tuple(backend.encode(text, add_special_tokens=False).ids)
@@ -69,51 +69,53 @@ def _context(recipe: Recipe, policy: str) -> dict[Role, tuple[int, ...]]:
     }
     if not all(context.values()) or len({*context.values()}) < len(context):
         raise UsageError(
-            f"{part.method.name} marks good and bad by {' and '.join(map(repr, texts.values()))}, "
+            f"{term.method.name} marks good and bad by {' and '.join(map(repr, texts.values()))}, "
             "which are empty or alike to this tokenizer. Choose another method.good_token or "
             "method.bad_token."
         )
     return context
 
 
-def require_logps(recipe: Recipe, folder: Cache, manifest: Manifest) -> None:
-    """Refuses a cache without log-probs, or without those of tokens, where a recipe needs them."""
-    if "reference" in recipe.needs and not manifest.is_scored:
+def require_logps(objective: Objective, folder: Cache, manifest: Manifest) -> None:
+    """Refuses a cache without the log-probs, of completions or tokens, that an objective needs."""
+    if "reference" in objective.needs and not manifest.is_scored:
         raise UsageError(
-            f"{recipe.name} needs the reference's log-probs, and {folder.root} is not scored "
+            f"{objective.name} needs the reference's log-probs, and {folder.root} is not scored "
             "(cache.scored is false). Make another cache without --no-scored: --output OTHER."
         )
-    if "token_reference" in recipe.needs and manifest.fingerprint["cache.token_logps"] != "true":
+    if "token_reference" in objective.needs and manifest.fingerprint["cache.token_logps"] != "true":
         raise UsageError(
-            f"{recipe.name} with these options needs the reference's log-prob of every token, and "
+            f"{objective.name} with these options needs the reference's token log-probs, and "
             f"{folder.root} keeps their sums only. Make another cache with `align precompute-ref … "
             "--token-logps --output OTHER`; it scores everything again."
         )
 
 
 def require_own_samples(
-    recipe: Recipe, where: object, drawn: Iterable[Drawing | None], *, may_differ: bool
+    objective: Objective, where: object, drawn: Iterable[Drawing | None], *, may_differ: bool
 ) -> None:
     """Refuses samples that the reference did not draw as it is, for a ratio to its log-probs."""
     others = [one for one in dict.fromkeys(drawn) if one and not one.is_own]
-    if others and recipe.drawn_by_reference and not may_differ:
+    if others and objective.drawn_by_reference and not may_differ:
         raise UsageError(
-            f"{recipe.name} divides by the probabilities of the reference itself, and the samples "
+            f"{objective.name} divides by the reference's own probabilities, and the samples "
             f"of {where} are drawn at {'; at '.join(map(str, others))}. Sample at temperature 1 "
             "without top-p and top-k, or pass --set train.other_sampling=true."
         )
 
 
-def sampling_note(recipe: Recipe, manifest: Manifest) -> str:
+def sampling_note(objective: Objective, manifest: Manifest) -> str:
     """The sampling of a cache's samples, where the loss depends on it."""
-    if not recipe.drawn_by_reference:
+    if not objective.drawn_by_reference:
         return ""
     drawn = manifest.sampling or (None,) * len(manifest.inputs)
     known = dict.fromkeys(f"at {one}" for one in drawn if one)
     unknown = sum(one is None for one in drawn)
     lines = [f"drawn {' and '.join(known)}"] if known else []
     lines += [f"not known of {counted(unknown, 'data files')}"] if unknown else []
-    return f"samples: {', '.join(lines)}; {recipe.name} divides by the reference at temperature 1"
+    return (
+        f"samples: {', '.join(lines)}; {objective.name} divides by the reference at temperature 1"
+    )
 
 
 def require_same_text(
@@ -206,12 +208,12 @@ def _lines(found: Mapping[str, str]) -> str:
     return "".join(f"\n  {line}" for line in found.values())
 
 
-def require_positions(source: TrainSource, recipe: Recipe, last: int | None) -> None:
+def require_positions(source: TrainSource, objective: Objective, last: int | None) -> None:
     """Refuses rows longer than the policy's last position; None: it has no limit."""
     if last is None or source.longest <= last:
         return
     more = max(map(len, source.spec.context.values()), default=0)
-    added = f", {more} of them of method.good_token in {recipe.name}" if more else ""
+    added = f", {more} of them of method.good_token in {objective.name}" if more else ""
     raise UsageError(
         f"The longest row of {source.folder.root} has {source.longest:,} tokens{added}, and "
         f"the policy's last position is {last:,}. Make a cache with `align precompute-ref … "

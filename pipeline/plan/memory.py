@@ -26,7 +26,7 @@ from ...schemas.train_options import LoraOptions, TrainOptions
 from ...stages.engine.deepspeed_config import PRESETS, EngineContext, engine_config, stage_of
 from ...stages.engine.engine_memory import Elements, elements_of, engine_memory
 from ...stages.feed.cache_index import RowTable
-from ...stages.methods.recipe import Recipe
+from ...stages.methods.objective import Objective
 from ...stages.model.cheap_again import drops_cheap
 from ...stages.model.fused_head import BUFFER_BYTES
 from ...stages.model.load import DTYPES, empty_model
@@ -128,7 +128,7 @@ class PlanFacts:
 
     policy: ModelOptions
     dtype: str
-    recipe: Recipe
+    objective: Objective
     table: RowTable  # of all rows to learn from, or of the first
     rows: int
     held_out: int
@@ -142,7 +142,7 @@ class PlanFacts:
     def workload(self, train: TrainOptions) -> Workload:
         """The steps and micro-batches under these settings."""
         tokens, world = planned_tokens(train, self.device), World(0, self.ranks, 0)
-        feed = feed_settings(train, self.recipe, world, tokens=tokens, pads=False)
+        feed = feed_settings(train, self.objective, world, tokens=tokens, pads=False)
         if (key := (feed, train.max_steps)) not in self.workloads:
             self.workloads[key] = workload_of(
                 self.table, feed, train, rows=self.rows, held_out=self.held_out
@@ -286,7 +286,7 @@ _measured: dict[str, MeasuredPolicy | UntracedError] = {}
 def measured_policy(config: Config, facts: PlanFacts, row: RowShape) -> MeasuredPolicy:
     """The policy of these settings; the runs of a sweep in one process share it."""
     train, lora = config.train, replace(config.lora, quantize="none")
-    of_model = facts.policy, model_config(facts.policy.path), facts.dtype, facts.recipe.head
+    of_model = facts.policy, model_config(facts.policy.path), facts.dtype, facts.objective.head
     key = repr((of_model, facts.device, row, train.dropout, lora if lora.enabled else None))
     if key not in _measured:
         try:
@@ -302,7 +302,7 @@ def measured_policy(config: Config, facts: PlanFacts, row: RowShape) -> Measured
 def _measure(
     train: TrainOptions, lora: LoraOptions, facts: PlanFacts, row: RowShape
 ) -> MeasuredPolicy:
-    scores = facts.recipe.head == "score"
+    scores = facts.objective.head == "score"
     kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     with untraced():
         model = prepare_for_training(empty_model(facts.policy, facts.dtype, kind), train, lora)

@@ -15,7 +15,7 @@ from ...stages.model.load import chosen_device, device_bytes
 from ...stages.model.model_folder import require_peft
 from ...stages.report.text_tables import facts as named
 from ...stages.report.text_tables import grid, heading
-from ..options.first_checks import asked_recipe
+from ..options.first_checks import asked_objective
 from ..options.settings import BY_HAND, Settings, flatten, without_secrets
 from ..options.table import reads
 from .memory import (
@@ -81,16 +81,16 @@ def plan_run(
 ) -> RunPlan:
     """Plans the training of these settings, for the device that is here unless it is for a GPU."""
     config = settings.config
-    recipe = asked_recipe(config)
+    objective = asked_objective(config)
     require_effect(settings)
     if config.lora.enabled:
         require_peft()
     device = "cuda" if is_for_gpu else chosen_device(config.model)
-    rows = planned_rows(config, recipe, given)
+    rows = planned_rows(config, objective, given)
     facts = PlanFacts(
         rows.policy,
         known_dtype(rows.policy.path, config.train.dtype),
-        recipe,
+        objective,
         rows.table,
         rows=rows.count,
         held_out=rows.held_out,
@@ -139,7 +139,7 @@ def _work(plan: RunPlan) -> Iterator[tuple[str, str]]:
     own, facts = plan.own, plan.facts
     work, rows = own.workload, plan.rows
     elements = measured_policy(own.config, facts, work.row).elements(own.config.lora.quantize)
-    yield "method", facts.recipe.name
+    yield "method", facts.objective.name
     yield "policy", rows.policy.path
     yield "", f"{parameters_text(elements)}, {facts.dtype}"
     yield "rows", f"{work.rows:,} to learn from, {work.held_out:,} held out"

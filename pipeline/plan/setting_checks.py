@@ -7,7 +7,7 @@ import re
 from ...schemas.config import Config
 from ...schemas.errors import UsageError
 from ...schemas.train_options import LoraOptions, TrainOptions
-from ...stages.methods.recipe import Recipe
+from ...stages.methods.objective import Objective
 from ...stages.model.model_folder import require_bitsandbytes
 from ...stages.storage.run.checkpoints import wanted
 from ...stages.tracking.metrics_log import EVAL
@@ -76,11 +76,11 @@ def _require_measured(train: TrainOptions) -> None:
         )
 
 
-def require_margins(recipe: Recipe) -> None:
+def require_margins(objective: Objective) -> None:
     """Refuses a method whose rows are neither right nor wrong."""
-    if recipe.rows not in ("paired", "labelled") or not recipe.reward_formula:
+    if objective.rows not in ("paired", "labelled") or not objective.reward_formula:
         raise UsageError(
-            f"train.row_margins is on, but {recipe.name} compares no rewards of good and bad "
+            f"train.row_margins is on, but {objective.name} compares no rewards of good and bad "
             "completions. Unset it."
         )
 

@@ -31,7 +31,7 @@ from ...stages.feed.step_plan import (
     training_pass,
 )
 from ...stages.feed.train_source import open_source
-from ...stages.methods.recipe import Recipe
+from ...stages.methods.objective import Objective
 from ...stages.model.load import DTYPES
 from ...stages.model.logprobs import causal_model
 from ...stages.model.model_folder import model_config, stored_dtype, text_settings
@@ -51,15 +51,15 @@ def planned_tokens(train: TrainOptions, device: str) -> int:
 
 
 def feed_settings(
-    train: TrainOptions, recipe: Recipe, world: World, *, tokens: int, pads: bool
+    train: TrainOptions, objective: Objective, world: World, *, tokens: int, pads: bool
 ) -> FeedSettings:
     """The batching: steps, and micro-batches of so many tokens for each rank."""
     return FeedSettings(
         seed=train.seed,
         epochs=train.epochs,
         batch_size=train.batch_size,
-        kl_use=recipe.option("kl_use", "rotate"),
-        kl_per_step=recipe.option("kl_per_step", 0),
+        kl_use=objective.option("kl_use", "rotate"),
+        kl_per_step=objective.option("kl_per_step", 0),
         limit_eval_batches=train.limit_eval_batches,
         tokens_per_batch=tokens,
         pads=pads,
@@ -175,16 +175,16 @@ class PlannedRows:
     is_given: bool = False  # by their number, as they are not there yet
 
 
-def planned_rows(config: Config, recipe: Recipe, given: GivenRows | None) -> PlannedRows:
+def planned_rows(config: Config, objective: Objective, given: GivenRows | None) -> PlannedRows:
     """The given rows, or those of the cache."""
     if given and config.train.cache:
         raise UsageError("--rows is for rows that are not there yet. Leave out --cache or --rows.")
     if given:
-        return _given_rows(config, recipe, given)
+        return _given_rows(config, objective, given)
     cache = cache_at(config.train.cache or config.cache.output)
     manifest = cache.manifest()
     path = local_model(config.train.model or manifest.model)
-    read_spec = read_spec_of(recipe, config.train, path)
+    read_spec = read_spec_of(objective, config.train, path)
     source = open_source(cache, manifest, read_spec, ShardColumns(unchecked))
     sizes = [table.sizes for table in (source.train, source.held_out)]
     prompts = sum(int(one.prompt_tokens.sum(dtype="int64")) for one in sizes)
@@ -199,13 +199,13 @@ def planned_rows(config: Config, recipe: Recipe, given: GivenRows | None) -> Pla
     )
 
 
-def _given_rows(config: Config, recipe: Recipe, rows: GivenRows) -> PlannedRows:
+def _given_rows(config: Config, objective: Objective, rows: GivenRows) -> PlannedRows:
     path = config.train.model or config.model.path
     if not path:
         raise UsageError("No policy. Pass --model DIR: a folder with its config.json is enough.")
-    completions = (rows.completion,) * (1 if recipe.rows == "imitated" else 2)
+    completions = (rows.completion,) * (1 if objective.rows == "imitated" else 2)
     learned = round(rows.count * (1 - config.train.eval_fraction))
-    partners = max(1, config.cache.kl_pairs) if "mismatched" in recipe.needs else 0
+    partners = max(1, config.cache.kl_pairs) if "mismatched" in objective.needs else 0
     made = max(1, min(learned, MOST_MADE_ROWS))
     return PlannedRows(
         table=even_rows(made, RowShape(rows.prompt, completions), num_partners=partners),
@@ -229,7 +229,7 @@ def even_rows(count: int, shape: RowShape, *, num_partners: int) -> RowTable:
         own_tokens=own,
         learned_tokens=own,
         chosen_tokens=np.full(count, shape.completions[0], np.int32),
-        branch_offsets=np.arange(count + 1) * len(shape.completions),
+        completion_offsets=np.arange(count + 1) * len(shape.completions),
         mismatched_tokens=np.repeat(lengths[:, None], num_partners, axis=1),
     )
     return RowTable(np.array([0, count]), sizes)

@@ -22,7 +22,7 @@ from ...schemas.errors import BadDataError, CorruptionError, StorageError, damag
 from ...stages.data.cells import template_unused
 from ...stages.data.encode import Encoder, EncodingJob, InputCounts
 from ...stages.data.files import Digested, InputFile, require_unchanged, slices_of
-from ...stages.data.readers import Piece
+from ...stages.data.readers import FilePart
 from ...stages.data.tokenizer import tokenizer_fingerprint
 from ...stages.engine.launchers import ranks_here
 from ...stages.pairing.partition import (
@@ -30,7 +30,7 @@ from ...stages.pairing.partition import (
     EncodedSlice,
     ShardReader,
     SliceFile,
-    likeliest_majority,
+    majority_candidate,
     number_of_ranges,
     number_of_shards,
     write_slice,
@@ -62,14 +62,14 @@ class Slices:
     encoding: EncodingJob
     inputs: tuple[InputFile, ...]
     digested: tuple[Digested, ...]
-    slices: list[list[Piece]]  # each a list of pieces: one, or several small whole files
+    slices: list[list[FilePart]]  # each one part of a file, or several small files
     ranges: int
 
     @staticmethod
     def of(job: CacheJob) -> Slices:
         """The slices of the data of a job."""
         options, slices = job.config, slices_of(job.inputs, job.shape.columns)
-        total = sum(piece.bytes for pieces in slices for piece in pieces)
+        total = sum(file_part.bytes for file_parts in slices for file_part in file_parts)
         known = tokenizer_fingerprint(job.tokenizer)
         return Slices(
             job.cache,
@@ -83,7 +83,7 @@ class Slices:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The bytes of each slice, about."""
-        return tuple(sum(piece.bytes for piece in pieces) for pieces in self.slices)
+        return tuple(sum(file_part.bytes for file_part in file_parts) for file_parts in self.slices)
 
     def file(self, number: int) -> Path:
         """The file of a slice; its record is beside it."""
@@ -119,20 +119,22 @@ class Encode:
         if slices.find(number):
             return slices.sizes[number]
         encoder = self._encoder = self._encoder or slices.encoding.open()
-        path, pieces, counts = slices.file(number), slices.slices[number], InputCounts()
+        path, file_parts, counts = slices.file(number), slices.slices[number], InputCounts()
         with fs.new_file(path, replaces=True) as sink:
             rows = (
                 keyed
-                for piece in pieces
-                for keyed in slices.encoding.rows(encoder, slices.inputs, piece, counts)
+                for file_part in file_parts
+                for keyed in slices.encoding.rows(encoder, slices.inputs, file_part, counts)
             )
             facts = write_slice(sink, rows, slices.ranges)
-            for piece in pieces:
-                require_unchanged([slices.inputs[piece.file]], [slices.digested[piece.file]])
+            for file_part in file_parts:
+                require_unchanged(
+                    [slices.inputs[file_part.file]], [slices.digested[file_part.file]]
+                )
         record = EncodedSlice(
             **facts,
             bytes=path.stat().st_size,
-            rows_in=tuple(counts.rows_per_file[piece.file] for piece in pieces),
+            rows_in=tuple(counts.rows_per_file[file_part.file] for file_part in file_parts),
             notes=dict(counts.notes),
             reasons=dict(counts.reasons),
             rejected=tuple(replace(one, detail=printable(one.detail)) for one in counts.rejected),
@@ -153,9 +155,9 @@ class Encoded:
         """The counts of all rows, and the first of the rejected ones."""
         counts = InputCounts()
         found = zip(self.slices.slices, self._first_rows, self.records, strict=True)
-        for pieces, first_row, one in found:
-            for piece, rows in zip(pieces, one.rows_in, strict=True):
-                counts.rows_per_file[piece.file] += rows
+        for file_parts, first_row, one in found:
+            for file_part, rows in zip(file_parts, one.rows_in, strict=True):
+                counts.rows_per_file[file_part.file] += rows
             counts.notes.update(one.notes)
             counts.reasons.update(one.reasons)
             counts.keep(replace(bad, row=bad.row + first_row) for bad in one.rejected)
@@ -185,10 +187,10 @@ class Encoded:
         """How many rows its file of data has ahead of each slice."""
         first_rows: list[int] = []
         first, file = 0, 0
-        for (piece, *_), one in zip(self.slices.slices, self.records, strict=True):
-            first = first if piece.file == file else 0
+        for (file_part, *_), one in zip(self.slices.slices, self.records, strict=True):
+            first = first if file_part.file == file else 0
             first_rows.append(first)
-            first, file = first + one.rows_in[0], piece.file
+            first, file = first + one.rows_in[0], file_part.file
         return first_rows
 
 
@@ -291,7 +293,7 @@ def _absolute(path: str) -> str:
 def _require_partners(encoded: Encoded) -> None:
     """Refuses data of which most completions are of one prompt, or all one text."""
     total = sum(one.completions for one in encoded.records)
-    if prompt := likeliest_majority(encoded.records):
+    if prompt := majority_candidate(encoded.records):
         rows = encoded.rows(shards=encoded.slices.ranges)
         if 2 * (largest := rows.completions_of(int(prompt, 16))) > total:
             raise BadDataError(

@@ -224,7 +224,7 @@ class ShardScorer:
         return Tally(
             shards=1,
             rows=self._shards.plan.shards[number],
-            scored=scores.branches - scores.reused,
+            scored=scores.completions - scores.reused,
             reused=scores.reused,
             tokens=scores.run_tokens,
             padding=scores.padding,

@@ -103,12 +103,14 @@ def _rescore(sample: Iterable[tuple[str, Rows]], scorer: Scorer, dtype: str) -> 
     for name, rows in sample:
         trees = [
             Tree(rows.prompts[row], (completion,))
-            for row, completion in zip(rows.row_of_branch.tolist(), rows.completions, strict=True)
+            for row, completion in zip(
+                rows.row_of_completion.tolist(), rows.completions, strict=True
+            )
         ]
         scored = Ragged.of([scorer.score([tree]) for tree in trees], np.float32)
         again = Rescored.of(rows, scored, dtype)
         if not again.is_same:
-            row = rows.row[rows.row_of_branch[again.worst]]
+            row = rows.row[rows.row_of_completion[again.worst]]
             raise CorruptionError(
                 f"{name}: a completion of input row {row} is stored as "
                 f"{rows.logps[again.worst]:.6f}, and scores {again.logps[again.worst]:.6f} now. "

@@ -13,7 +13,7 @@ from ...schemas.json_codec import digest
 from ...schemas.round_options import ServerOptions
 from ...schemas.samples import Prompt, Sampler
 from ...stages.judge.verifiers import verifier_of
-from ...stages.methods.recipe import Recipe
+from ...stages.methods.objective import Objective
 from ...stages.model.model_folder import model_identity, require_peft
 from ...stages.server.own_server import command_of
 from ...stages.storage.disk import fs
@@ -21,7 +21,7 @@ from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.locations import require_on_disk
 from ...stages.storage.run.run_folder import RunFolder
 from ..jobs.object_inputs import local_model, with_local_inputs
-from ..options.first_checks import asked_recipe
+from ..options.first_checks import asked_objective
 from ..options.settings import Settings, as_absolute, changed
 from ..options.table import INSTEAD, bound
 from ..plan.cache_checks import require_own_samples
@@ -61,7 +61,7 @@ class Rounds:
 def open_rounds(settings: Settings) -> Rounds:
     """Checks everything that a user can get wrong before any slow work."""
     require_model(settings.config)
-    _require_settings(settings.config, asked_recipe(settings.config))
+    _require_settings(settings.config, asked_objective(settings.config))
     root = require_on_disk(settings.config.rounds.output, "rounds are")
 
     config = with_local_inputs(settings.config)
@@ -97,7 +97,7 @@ def open_rounds(settings: Settings) -> Rounds:
     return Rounds(root, config, origins, prompts, held_out, binding, sampler)
 
 
-def _require_settings(config: Config, recipe: Recipe) -> None:
+def _require_settings(config: Config, objective: Objective) -> None:
     """Refuses what is wrong whatever the data are."""
     train, rounds, cache, lora = config.train, config.rounds, config.cache, config.lora
     require_judge(config)
@@ -107,9 +107,9 @@ def _require_settings(config: Config, recipe: Recipe) -> None:
     if lora.enabled:
         require_peft()
     drawn = sampling_of(config.sample).drawing
-    require_own_samples(recipe, "the rounds", [drawn], may_differ=train.other_sampling)
+    require_own_samples(objective, "the rounds", [drawn], may_differ=train.other_sampling)
     is_above = not train.eval_fraction or train.eval_fraction > rounds.eval_fraction
-    needs, method = recipe.needs, recipe.name
+    needs, method = objective.needs, objective.name
     for is_wrong, why in (
         (
             os.environ.get("WORLD_SIZE", "1") != "1",
@@ -140,9 +140,9 @@ def _require_settings(config: Config, recipe: Recipe) -> None:
             "model.adapter: with lora.enabled or rounds.serve one folder is the whole policy. "
             "Merge the adapter into the model, and set model.path to that.",
         ),
-        (recipe.head == "score", f"{method} makes a reward model, which writes no samples."),
+        (objective.head == "score", f"{method} makes a reward model, which writes no samples."),
         (
-            recipe.rows == "paired" and config.select.rows == "labels",
+            objective.rows == "paired" and config.select.rows == "labels",
             f"{method} learns from pairs, and select.rows is labels. Set it to best_worst.",
         ),
         ("mismatched" in needs and not cache.kl_pairs, f"{method} needs cache.kl_pairs=1."),

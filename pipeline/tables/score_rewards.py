@@ -122,7 +122,7 @@ def score_data(
     frames = []
     for shard in made.manifest.shards:
         rows = read_shard(Cache(output).shard(shard))
-        scores = [one.tolist() for one in Ragged(rows.logps, rows.branch_offsets)]
+        scores = [one.tolist() for one in Ragged(rows.logps, rows.completion_offsets)]
         columns = {"file": rows.file, "row": rows.row}
         lists = pl.Series(scores, dtype=pl.List(pl.Float64))
         frames.append(pl.DataFrame({**columns, "scores": lists}))

@@ -62,7 +62,7 @@ def identify(run: Run, world: World) -> None:
     policy, *others = one_for_all(found, [model.path for model in models])
     if other:
         require_same_model(run.settings, run.manifest, models[1], others[0])
-    may_differ = run.config.train.other_reference or "reference" not in run.recipe.needs
+    may_differ = run.config.train.other_reference or "reference" not in run.objective.needs
     run.identity = policy
     run.begins_as_reference = require_same_reference(
         run.manifest, run.begins_as.path, policy, may_differ=may_differ
@@ -88,12 +88,12 @@ def load(run: Run, progress: Progress) -> None:
     forget_peak()
     world, config = run.world, run.config
     run.source, held_out = run_on_all_ranks(world, lambda: _sources(run))
-    run.recipe, advice = run.recipe.resolve_auto(run.source.labels)
+    run.objective, advice = run.objective.resolve_auto(run.source.labels)
     if world.rank == 0:
-        head = stored_value_head(run.begins_as) if run.recipe.head == "values" else None
+        head = stored_value_head(run.begins_as) if run.objective.head == "values" else None
         notes = [
             *_source_notes(run.source, held_out),
-            sampling_note(run.recipe, run.manifest),
+            sampling_note(run.objective, run.manifest),
             learning_rate_note(config.train, config.lora),
             f"the value head begins as it was trained before, from {head}" if head else "",
             *advice,
@@ -112,8 +112,8 @@ def load(run: Run, progress: Progress) -> None:
         )
     last = getattr(text_config, "max_position_embeddings", None)
     for source in (run.source,) if held_out is run.source else (run.source, held_out):
-        require_positions(source, run.recipe, last)
-    run.recipe = run.recipe.computed_in(policy.dtype, run.manifest.fingerprint["model.dtype"])
+        require_positions(source, run.objective, last)
+    run.objective = run.objective.computed_in(policy.dtype, run.manifest.fingerprint["model.dtype"])
     run.engine, run.engine_config = open_engine(
         policy, config.train, world, hidden_size=text_config.hidden_size
     )
@@ -129,7 +129,7 @@ def load(run: Run, progress: Progress) -> None:
             "A larger or smaller --tokens-per-batch is tried anew."
         )
     pads = not policy.path.packs
-    settings = feed_settings(config.train, run.recipe, world, tokens=fits or planned, pads=pads)
+    settings = feed_settings(config.train, run.objective, world, tokens=fits or planned, pads=pads)
     run.feed = CacheFeed(run.source, held_out, settings)
 
     def less_memory() -> Iterator[str]:
@@ -231,8 +231,8 @@ def _load_policy(run: Run) -> Policy:
             run.begins_as,
             train,
             run.config.lora,
-            head=run.recipe.head,
-            purity="purity" in run.recipe.needs,
+            head=run.objective.head,
+            collision_logps="collision_logps" in run.objective.needs,
             load=load_weights,
         )
     run.files.require_unchanged()  # since they were digested

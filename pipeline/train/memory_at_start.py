@@ -31,7 +31,7 @@ def facts_of_run(run: Run, device: str, device_bytes: int, begun: str = "") -> P
     return PlanFacts(
         policy,
         known_dtype(policy.path, train.dtype),
-        run.recipe,
+        run.objective,
         run.source.train,
         rows=run.source.train.rows_per_epoch,
         held_out=run.source.eval_rows,

@@ -63,7 +63,7 @@ def open_records(run: Run, progress: Progress) -> Iterator[RunRecords]:
         # Model, method and data; a sweep names its runs, and rounds their data.
         number = inherited(ROUND_TAG)
         data = f"round {number}" if number else data_of(run)
-        name = run_name(run.begins_as.path, inherited(TRIAL_TAG) or run.recipe.name, data)
+        name = run_name(run.begins_as.path, inherited(TRIAL_TAG) or run.objective.name, data)
         tracked = open_training_run(
             run.config.tracking,
             folder,
@@ -186,7 +186,7 @@ class RunRecords:
             self._decode = decoder(run.begins_as.path, stops)
         has_none = run.read_spec.context or not run.manifest.is_scored
         kind: Kind = "log-probs" if has_none else "log-ratios"
-        if run.recipe.head == "score":
+        if run.objective.head == "score":
             kind = "scores"
         fs.make_folder(path.parent)
         fs.publish(path, evaluation_csv(samples, kind, decode=self._decode).encode())
@@ -321,7 +321,7 @@ class RunRecords:
     def _describe(self) -> None:
         """Records what was trained on what, where it is, and the settings that were given."""
         run, source, manifest = self._run, self._run.source, self._run.manifest
-        options = {f"method.{name}": value for name, value in run.recipe.values.items()}
+        options = {f"method.{name}": value for name, value in run.objective.values.items()}
         counts = {"rows.train": source.train_rows, "rows.eval": source.eval_rows, **source.counts}
         every = {**used_settings(run, "train", "model"), **options, **counts}
         params = {name: str(value) for name, value in every.items()}
@@ -329,7 +329,7 @@ class RunRecords:
 
         held_out = f", {source.eval_rows:,} held out" if source.eval_rows else ""
         sentence = (
-            f"{quoted(model_name(run.begins_as.path))} trained by {quoted(run.recipe.name)} on "
+            f"{quoted(model_name(run.begins_as.path))} trained by {quoted(run.objective.name)} on "
             f"{counted(source.train_rows, 'rows')} of {quoted(data_of(run))}{held_out}."
         )
         output = run.config.train.output
@@ -379,7 +379,7 @@ def _tags(run: Run) -> dict[str, str]:
         **changed,
         NUMBERS_TAG: numbers_of(run),
         "align.stage": "train",
-        "align.method": run.recipe.name,
+        "align.method": run.objective.name,
         "align.cache_root": run.manifest.root,
         "align.cache": origin_of(str(run.cache.root.resolve())),
         "align.reference_weights": run.manifest.fingerprint["model.weights"],

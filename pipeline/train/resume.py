@@ -23,7 +23,7 @@ from ...schemas.json_codec import digest
 from ...schemas.safe_text import masked
 from ...stages.engine.deepspeed_config import leaves, preset_of, stage_of
 from ...stages.engine.distributed import gathered, run_on_all_ranks, run_on_rank_zero
-from ...stages.methods.recipe import Recipe
+from ...stages.methods.objective import Objective
 from ...stages.model.logprobs import causal_model, own_attention
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.locks import lock_of, owner_lock
@@ -232,7 +232,7 @@ def identity_of(run: Run) -> RunIdentity:
     """Everything that the numbers of a run depend on."""
     engine = json.loads(json.dumps(masked(run.engine_config), default=str))
     computed = {
-        **_options(run.recipe),
+        **_options(run.objective),
         "model.attention": own_attention(causal_model(run.policy.model)),
         "model.device": run.policy.device.type,
         "train.dtype": run.policy.dtype,
@@ -256,8 +256,8 @@ def numbers_of(run: Run) -> str:
     return digest([known.cache_root, settings, computed, of_lines])
 
 
-def _options(recipe: Recipe) -> dict[str, str]:
-    return {f"method.{name}": repr(value) for name, value in recipe.values.items()}
+def _options(objective: Objective) -> dict[str, str]:
+    return {f"method.{name}": repr(value) for name, value in objective.values.items()}
 
 
 def made_with(run: Run) -> dict[str, str]:

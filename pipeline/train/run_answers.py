@@ -42,10 +42,10 @@ def answer_again(
     tracking = own_options(config)
     with owner_lock(folder.root, "answers"):
         run = check(settings)
-        if run.recipe.head == "score":
+        if run.objective.head == "score":
             raise UsageError(
-                f"--answers: {run.recipe.name} trains a model that scores completions and writes "
-                "none."
+                f"--answers: {run.objective.name} trains a model that scores texts and cannot "
+                "write them. Choose another run."
             )
         identify(run, World(rank=0, size=1, local_rank=0))
         require_same_run(ending.identity, run)  # its cache and the files of its policy are there

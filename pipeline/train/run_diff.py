@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...schemas.errors import UsageError, counted
-from ...stages.methods.table import recipe_of
+from ...stages.methods.table import objective_of
 from ...stages.report.eval_table import REWARD, read_samples
 from ...stages.report.text_tables import grid
 from ...stages.report.two_runs import ALPHA, TwoRuns, compare, measure_of, right_rows
@@ -130,12 +130,12 @@ def _evaluated(folder: RunFolder, step: int | None) -> _Evaluated:
         steps = ", ".join(map(str, tables))
         raise UsageError(f"{folder.root} was not measured after step {step}, but after: {steps}.")
     method = settings["train.method"]
-    recipe = recipe_of(method, method_options(settings))
+    objective = objective_of(method, method_options(settings))
     return _Evaluated(
         title=f"{folder.root}, {method}, after step {step:,}",
         samples=read_samples(tables[step]),
-        formula=recipe.reward_formula,
-        rewards=repr((recipe.reward_formula, sorted(recipe.values.items(), key=str))),
+        formula=objective.reward_formula,
+        rewards=repr((objective.reward_formula, sorted(objective.values.items(), key=str))),
     )
 
 

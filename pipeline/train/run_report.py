@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...schemas.cache import Manifest
 from ...schemas.errors import CorruptionError, StorageError, UsageError, counted, log_failure
 from ...schemas.safe_text import beginning
-from ...stages.methods.table import recipe_of
+from ...stages.methods.table import objective_of
 from ...stages.model.model_folder import read_json
 from ...stages.report.charts import plain
 from ...stages.report.eval_table import REWARD, TEXTS, kind_of, read_answers, read_samples
@@ -246,7 +246,7 @@ def _head(
     settings: Mapping[str, Any], history: History, manifest: Manifest | None
 ) -> dict[str, str]:
     """What tells a run from others, by name; what is not known is left out."""
-    options = recipe_of(settings["train.method"], method_options(settings)).values
+    options = objective_of(settings["train.method"], method_options(settings)).values
     first, last = history.times
     facts = {
         "model": model_name(settings["train.model"] or (manifest.model if manifest else "")),

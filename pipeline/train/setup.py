@@ -15,7 +15,7 @@ from ...schemas.errors import UsageError
 from ...schemas.train_options import TrainOptions
 from ...stages.engine.deepspeed_config import EngineContext, engine_config, stage_of
 from ...stages.feed.select import ReadSpec
-from ...stages.methods.recipe import Recipe
+from ...stages.methods.objective import Objective
 from ...stages.model.model_folder import (
     UNUSED_WEIGHTS,
     ModelFiles,
@@ -28,7 +28,7 @@ from ...stages.storage.run.run_folder import RunFolder, run_folder_of
 from ...stages.tracking.metrics_log import Callback
 from ...stages.train.together import StopConditions
 from ..jobs.object_inputs import cache_at, local_model
-from ..options.first_checks import asked_recipe
+from ..options.first_checks import asked_objective
 from ..options.settings import Settings
 from ..plan.cache_checks import (
     read_spec_of,
@@ -64,8 +64,8 @@ class Run:
     # What is asked for; `check` makes it.
     settings: Settings
     config: Config  # of the settings; once loaded, with every `auto` decided
-    asked: Recipe  # the method with its options
-    recipe: Recipe  # the same; once loaded, with every `auto` resolved
+    asked: Objective  # the method with its options
+    objective: Objective  # the same; once loaded, with every `auto` resolved
     read_spec: ReadSpec
     cache: Cache
     manifest: Manifest
@@ -123,21 +123,21 @@ class Run:
         return FittedBatches(self.planned_tokens, budget) if budget else None
 
 
-def check_settings(settings: Settings) -> Recipe:
-    """The recipe; refuses what is known to be wrong without the cache and the policy."""
+def check_settings(settings: Settings) -> Objective:
+    """The objective; refuses what is known to be wrong without the cache and the policy."""
     train = settings.config.train
-    recipe = asked_recipe(settings.config)
+    objective = asked_objective(settings.config)
     seconds_of(train.max_time)
     require_effect(settings)
     if train.row_margins:
-        require_margins(recipe)
-    return recipe
+        require_margins(objective)
+    return objective
 
 
 def check(settings: Settings, callbacks: Iterable[Callback] = ()) -> Run:
     """Checks everything that a user can get wrong before any slow work."""
     config, train = settings.config, settings.config.train
-    recipe = check_settings(settings)
+    objective = check_settings(settings)
     remote = None
     if is_remote(train.output):
         from ...stages.storage.run.run_remote import run_remote_of  # noqa: PLC0415 - only a bucket
@@ -159,17 +159,17 @@ def check(settings: Settings, callbacks: Iterable[Callback] = ()) -> Run:
         held_out = (folder, folder.manifest())
         require_same_making(manifest, held_out[1], train.eval_cache)
     for folder, made in ((cache, manifest), *([held_out] if held_out else [])):
-        require_logps(recipe, folder, made)
+        require_logps(objective, folder, made)
         may_differ = train.other_sampling
-        require_own_samples(recipe, folder.root, made.sampling, may_differ=may_differ)
-    read_spec = read_spec_of(recipe, train, policy.path)
+        require_own_samples(objective, folder.root, made.sampling, may_differ=may_differ)
+    read_spec = read_spec_of(objective, train, policy.path)
     given = {name: str(value) for name, value in settings.given("tokens").items()}
     require_same_text(manifest, policy.path, config.tokens, given)
     return Run(
         settings=settings,
         config=config,
-        asked=recipe,
-        recipe=recipe,
+        asked=objective,
+        objective=objective,
         read_spec=read_spec,
         cache=cache,
         manifest=manifest,

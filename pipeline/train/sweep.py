@@ -14,7 +14,7 @@ from typing import Any
 
 from ...schemas.errors import AlignError, UsageError, counted, log_failure
 from ...stages.engine.distributed import joined_world, naming_lost_peers, run_on_rank_zero
-from ...stages.methods.table import recipe_of
+from ...stages.methods.table import objective_of
 from ...stages.storage.disk import fs
 from ...stages.storage.locations import origin_of, require_on_disk
 from ...stages.storage.output_folder import OutputFolder
@@ -198,18 +198,19 @@ def varied_by(texts: Sequence[str]) -> dict[str, list[str]]:
 
 def trials_of(methods: Sequence[str], varied: Mapping[str, Sequence[str]]) -> list[Trial]:
     """Every combination; an option that a method does not have is left out for it."""
-    recipes = {method: recipe_of(method, {}) for method in methods}
+    objectives = {method: objective_of(method, {}) for method in methods}
     for key in varied:
         section, _, option = key.partition(".")
-        has_it = (option in recipe.option_names for recipe in recipes.values())
+        has_it = (option in objective.option_names for objective in objectives.values())
         if section == "method" and not any(has_it):
             raise UsageError(f"{key}: none of {', '.join(methods)} has it. See `align methods`.")
     trials: dict[str, Trial] = {}  # by names without their case, which some file systems ignore
-    for method, recipe in recipes.items():
+    for method, objective in objectives.items():
         own = {
             key: values
             for key, values in varied.items()
-            if not key.startswith("method.") or key.removeprefix("method.") in recipe.option_names
+            if not key.startswith("method.")
+            or key.removeprefix("method.") in objective.option_names
         }
         if len(trials) + math.prod(map(len, own.values())) > MOST_TRIALS:
             raise UsageError(
@@ -217,7 +218,7 @@ def trials_of(methods: Sequence[str], varied: Mapping[str, Sequence[str]]) -> li
             )
         for values in itertools.product(*own.values()):
             chosen = [f"{key}={value}" for key, value in zip(own, values, strict=True)]
-            name = re.sub(r"[^\w.+-]", "_", "-".join((recipe.name, *values)))
+            name = re.sub(r"[^\w.+-]", "_", "-".join((objective.name, *values)))
             trial = Trial(name, (f"train.method={method}", *chosen))
             if (other := trials.setdefault(name.casefold(), trial)) is not trial:
                 raise UsageError(

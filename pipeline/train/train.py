@@ -20,7 +20,7 @@ from ...stages.engine.distributed import (
     naming_lost_peers,
     run_on_all_ranks,
 )
-from ...stages.methods.recipe import LOSS
+from ...stages.methods.objective import LOSS
 from ...stages.model.library_errors import is_out_of_memory
 from ...stages.storage.run.checkpoints import wanted
 from ...stages.tracking.metrics_log import EVAL
@@ -154,16 +154,16 @@ def advance(run: Run, state: State, batch: StepBatch) -> State:
     # A line of metrics.jsonl has the means of all steps since the last one. The loss of a step
     # that is not finite is in none.
     lap = {**run.meter.lap(rows=batch.rows), "step_applied": Mean(float(result.applied), 1.0)}
-    is_sound = math.isfinite(run.recipe.reported(result.means)[LOSS])
+    is_sound = math.isfinite(run.objective.reported(result.means)[LOSS])
     lasting = {**(finite(result.means) if is_sound else {}), **lap}
     window = added({name: Mean(*pair) for name, pair in state.window.items()}, lasting)
     of_now = {"lr": lr, "epoch": step / per_epoch, "memory/peak_mib": peak_mib()}
     if run.memory.times:
         of_now["memory/ran_out"] = float(run.memory.times)
-    metrics = {**run.recipe.reported({**result.means, **lap}), **of_now}
+    metrics = {**run.objective.reported({**result.means, **lap}), **of_now}
     line = None
     if run.is_due(step, options.log_every) or may_end_at(run, step, state):
-        line, window = {**run.recipe.reported(window), **of_now}, {}
+        line, window = {**run.objective.reported(window), **of_now}, {}
     state = State(
         step=step,
         methods=result.state,
@@ -183,7 +183,7 @@ def step_that_fits(run: Run, state: State, batch: StepBatch) -> StepResult:
     while True:
         try:
             return train_step(
-                run.engine, run.recipe, batch, state=state.methods, seed=seed, options=options
+                run.engine, run.objective, batch, state=state.methods, seed=seed, options=options
             )
         except MicroBatchTooLarge as refusal:
             micro = refusal.micro
@@ -241,16 +241,16 @@ def measure(run: Run, state: State) -> tuple[State, Ending | None]:
     """Runs all held-out rows as one step of the loss, without an update, and records it."""
     options = run.config.train
     samples = EvalSamples(most_rows=options.eval_table, keeps_ids=options.eval_text)
-    if needs_pre_pass(run.recipe):
+    if needs_pre_pass(run.objective):
         with held_out(run) as batches:
-            step = whole_step(run.engine, run.recipe, batches, run.feed.held_out_size())
+            step = whole_step(run.engine, run.objective, batches, run.feed.held_out_size())
         if batches.ending:
             return state, batches.ending
     else:
-        step = whole_step(run.engine, run.recipe, (), run.feed.held_out_size())
+        step = whole_step(run.engine, run.objective, (), run.feed.held_out_size())
     with held_out(run) as batches:
         means = means_of_held_out(
-            run.engine, run.recipe, batches, step=step, state=state.methods, samples=samples
+            run.engine, run.objective, batches, step=step, state=state.methods, samples=samples
         )
     if batches.ending:
         return state, batches.ending
@@ -291,7 +291,7 @@ def may_end_at(run: Run, step: int, state: State) -> bool:
 
 def require_cached_logps(run: Run) -> None:
     """Requires a policy that begins as the reference to reproduce the log-probs of the cache."""
-    if run.recipe.head == "score":
+    if run.objective.head == "score":
         run.records.say("A reward model has no log-probs to compare with the reference's.")
         return
     if not run.manifest.is_scored:

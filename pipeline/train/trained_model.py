@@ -103,13 +103,13 @@ def _write(run: Run, state: State, weights: Mapping[str, Tensor]) -> None:
             save_model(folder.merged, lambda merged: write_merged(draft, merged), run.run_id)
 
     def write_merged(adapter: Path, draft: Path) -> None:
-        save_merged(run.begins_as, adapter, draft, scores=run.recipe.head == "score")
+        save_merged(run.begins_as, adapter, draft, scores=run.objective.head == "score")
         finish(draft, is_adapter=False)
 
     def finish(draft: Path, *, is_adapter: bool) -> None:
         if value_head:
             save_value_head(value_head, draft)
-        if run.recipe.head != "score":
+        if run.objective.head != "score":
             stop_generation_at(stops, source, draft)
         card = _card(run, state, is_adapter=is_adapter)
         (draft / "README.md").write_text(card, encoding="utf-8")
@@ -119,25 +119,25 @@ def _write(run: Run, state: State, weights: Mapping[str, Tensor]) -> None:
 
 def _card(run: Run, state: State, *, is_adapter: bool) -> str:
     """The README: what was trained by what, on which rows, and everything that it came from."""
-    recipe, manifest, policy = run.recipe, run.manifest, origin_of(run.begins_as.path)
-    is_reward_model = recipe.head == "score"
+    objective, manifest, policy = run.objective, run.manifest, origin_of(run.begins_as.path)
+    is_reward_model = objective.head == "score"
     front = {
         "base_model": inline(policy),
         "library_name": "peft" if is_adapter else "transformers",
         **({"pipeline_tag": "text-classification"} if is_reward_model else {}),
-        "tags": ["align", recipe.name, "preference-alignment"],
+        "tags": ["align", objective.name, "preference-alignment"],
     }
     made = f"{'A LoRA adapter of ' if is_adapter else ''}`{inline(policy)}`"
     seen, rows = run.feed.rows_seen(state.step), run.source.train_rows
     again = ", some of them again" if seen > rows else ""
     text = [
-        f"# {recipe.name} with align",
+        f"# {objective.name} with align",
         "",
-        f"{'A reward model: ' if is_reward_model else ''}{made}, trained by `{recipe.name}` for "
+        f"{'A reward model: ' if is_reward_model else ''}{made}, trained by `{objective.name}` for "
         f"{counted(state.step, 'steps')}, {counted(seen, 'rows')} seen out of {rows:,}{again}.",
-        f"Loss: `{inline(recipe.formula)}`.",
+        f"Loss: `{inline(objective.formula)}`.",
     ]
-    if recipe.head == "values":
+    if objective.head == "values":
         text += [
             "",
             "`value_head.safetensors` holds the value head that was trained with the policy, a "
@@ -169,7 +169,7 @@ def _card(run: Run, state: State, *, is_adapter: bool) -> str:
             **(run.records.origins() or {"MLflow run": "none"}),
         },
         "Data (sha256)": {entry.name: entry.sha256 for entry in manifest.inputs},
-        "Method": {option: str(value) for option, value in recipe.values.items()},
+        "Method": {option: str(value) for option, value in objective.values.items()},
         "Stop tokens": {
             f"{what} ends with": stop.description for what, stop in ended.items() if stop
         },

@@ -1,7 +1,7 @@
 """Reads files of preference data into encoded rows, in bounded memory.
 
-In reading order: `files` (folders, splits, slices) and `readers` (rows as dicts); `columns` (which
-shape a file has), `shapes` and `row_parts` (the table of shapes, and the ways to read their parts);
-`records` and `cells` (a row, checked); `tokenizer`, `chat_template`, `stop_tokens` and `encode`
-(its tokens). Beside them `given_rows` (rows from Python) and `preview` (a row as a model reads it).
+In reading order: `files` (folders, splits, slices) and `readers` (rows as dicts); `columns` (the
+shape of a file), `shapes` and `row_parts` (the table of shapes, and the readers of their parts);
+`records` and `cells` (a checked row); `tokenizer`, `chat_template`, `stop_tokens` and `encode`
+(its tokens). Also `given_rows` (rows from Python) and `preview` (a row as a model reads it).
 """

@@ -1,4 +1,4 @@
-"""The values of single cells, checked; a value that cannot be used is a BadRow with its reason."""
+"""Checked values of single cells; an unusable value raises BadRow with its reason."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def read_completion(value: Any, column: str, prompt: Text) -> Text:
     if isinstance(prompt, str):
         if isinstance(completion, str):
             return completion
-        way = "if it begins with the prompt, take the prompt column out (--map prompt=)"
+        way = "if it begins with the prompt, leave out the prompt column (--map prompt=)"
         if len(completion) == 1:
-            way = "data.wrap=chat makes a conversation of the prompt too"
+            way = "data.wrap=chat turns the prompt into a conversation too"
         raise BadRow("schema", f"{column!r} is a conversation but the prompt is text; {way}")
     if isinstance(completion, str):
         completion = ({"role": ASSISTANT, "content": completion},)
@@ -60,13 +60,11 @@ def read_completion(value: Any, column: str, prompt: Text) -> Text:
     begun, rest = prompt[-1], completion[0]
     if rest["role"] == begun["role"] == ASSISTANT:  # the completion continues this message
         if begun.get("tool_calls"):
-            raise BadRow("schema", f"{column!r} cannot continue a prompt that ends with calls")
+            raise BadRow("schema", f"{column!r} cannot continue a prompt that ends with tool calls")
         if is_blank(begun["content"]):
-            raise BadRow(
-                "empty_prompt", "the last message is an assistant's and empty: take it out"
-            )
+            raise BadRow("empty_prompt", "the last message is an assistant's and empty: remove it")
         if (rest.get("content") or "").startswith(begun["content"]):
-            what = "repeats the prompt's last message; give only what follows it"
+            what = "repeats the prompt's last message: give only the text after it"
             raise BadRow("schema", f"{column!r} {what}")
     return completion
 
@@ -80,7 +78,7 @@ def _require_no_prompt(completion: tuple[Message, ...], prompt: Text, column: st
         repeats |= completion[0]["role"] == "system"
         repeats |= any(completion[: len(end)] == end for end in ends)
     if repeats:
-        what = "repeats the prompt; give the answer alone or take the prompt column out"
+        what = "repeats the prompt: give the answer alone, or leave out the prompt column"
         raise BadRow("schema", f"{column!r} {what} (--map prompt=)")
 
 
@@ -114,8 +112,8 @@ _ROLE = re.compile(r"""["'](role|from)["']\s*:\s*["'](system|user|assistant|tool
 def _conversation_or_text(text: str, column: str) -> Any:
     """The messages in JSON text; any other text unchanged.
 
-    An answer may be a JSON list of other things, or continue after one. What names roles and
-    is not JSON is refused: it is a conversation that was cut off, or written with `str`.
+    An answer may be, or begin with, a JSON list of other things. Text that names roles but is not
+    JSON is refused: it is a conversation that was cut off, or written with `str`.
     """
     try:
         value = json.loads(text)
@@ -124,7 +122,7 @@ def _conversation_or_text(text: str, column: str) -> Any:
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" or not _ROLE.search(text):
             return text
-        what = "looks like a conversation and is not valid JSON (json.dumps writes it)"
+        what = "looks like a conversation but is not valid JSON: write it with json.dumps"
         raise _wrong(column, what, text) from None
     if not any(map(_is_message, value if isinstance(value, list) else [value])):
         return text
@@ -140,10 +138,10 @@ _ROLES = {"human": "user", "gpt": ASSISTANT}  # as ShareGPT names them
 
 
 def _message(entry: Any, place: str) -> Message:
-    """A message of text and calls; its mark `loss` says that it is not to be learned."""
+    """A message of text and calls; it is marked with `loss` if it is not to be learned."""
     if not isinstance(entry, dict):
         raise _wrong(place, "is not an object", entry)
-    # In columnar files every message has every key that any message has.
+    # In columnar files every message has the keys of all messages.
     message = {key: value for key, value in entry.items() if value is not None}
     if message.get("tool_calls") == []:
         del message["tool_calls"]
@@ -157,7 +155,7 @@ def _message(entry: Any, place: str) -> Message:
         if type(value) is not str and not (key == "content" and value is None and calls):
             raise _wrong(place, f"has no text as {key!r}", entry)
     if "function_call" in message:
-        what = "has a 'function_call', which chat templates do not know: write 'tool_calls'"
+        what = "has a 'function_call', which chat templates do not read: write 'tool_calls'"
         raise _wrong(place, what, entry)
     if not isinstance(calls, list) or not all(map(_is_call, calls)):
         raise _wrong(place, "has 'tool_calls' that are not a list of calls", calls)
@@ -171,21 +169,23 @@ def _text_of_blocks(blocks: list[Any], place: str) -> str:
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind != "text" or type(block.get("text")) is not str:
-            raise _wrong(place, "has a block as 'content' that is no text", block)
+            raise _wrong(place, "has a block as 'content' that is not text", block)
     return "".join(block["text"] for block in blocks)
 
 
 def _marked(message: dict[str, Any], place: str) -> Message:
-    """The message, with the mark `loss` if it says that it is not to be learned."""
+    """The message, with the mark `loss` if its `loss` or `weight` excludes it from learning."""
     marks = [message.pop(key) for key in ("loss", "weight") if key in message]
     if any(mark not in (0, 1) for mark in marks) or marks[1:] not in ([], marks[:1]):
-        what = "has a 'loss' and 'weight' that are not 1 (learned) or 0 (not), or differ"
+        what = (
+            "has a 'loss' or 'weight' that is not 1 (learned) or 0 (not), or both and they differ"
+        )
         raise _wrong(place, what, marks)
     return message if marks[0] else {**message, "loss": False}
 
 
 def unmarked(text: Text) -> Any:
-    """A text, or messages without the mark that one of them is not to be learned."""
+    """A text, or messages without their `loss` marks."""
     messages = () if isinstance(text, str) else text
     for message in messages:
         if "loss" in message:
@@ -198,15 +198,15 @@ def _is_call(call: Any) -> bool:
 
 
 def _require_json(value: Any, column: str) -> None:
-    """Refuses values that JSON does not have: a template would write their Python repr."""
+    """Refuses values that are not JSON: a template would write their Python repr."""
     if isinstance(value, dict | list | tuple):
         for entry in value.values() if isinstance(value, dict) else value:
             _require_json(entry, column)
     elif value is not None and not isinstance(value, str | int | float):
-        raise _wrong(column, f"holds a {type(value).__name__}, which is not of JSON", value)
+        raise _wrong(column, f"holds a {type(value).__name__}, which JSON cannot write", value)
 
 
-# Labels, numbers, lists, and what belongs to a conversation
+# Labels, numbers, lists, and the parts of a conversation
 
 
 def read_label(value: Any, column: str) -> bool:
@@ -287,14 +287,14 @@ def parse_json(text: str, column: str) -> Any:
 
 
 def require_characters(value: Any, column: str) -> None:
-    """Refuses lone surrogates, which no tokenizer takes and UTF-8 cannot encode."""
+    """Refuses lone surrogates, which UTF-8 cannot encode."""
     if isinstance(value, str):
         try:
             value.isascii() or value.encode()
         except UnicodeEncodeError:
-            what = "holds bytes that are not UTF-8 or half a character"
+            what = "holds bytes that are not UTF-8, or half a character"
             raise _wrong(column, what, value) from None
-    # Python escapes such a character; looking at every message by itself would take longer.
+    # Python escapes such a character; checking each message by itself is slower.
     elif isinstance(value, dict | list) and "\\ud" in repr(value):
         for entry in [*value, *value.values()] if isinstance(value, dict) else value:
             require_characters(entry, column)
@@ -311,7 +311,7 @@ _TRANSCRIPT = re.compile(
 
 @dataclass(frozen=True)
 class Wrapping:
-    """What becomes of plain text (data.wrap): itself, or the messages of a conversation."""
+    """The handling of plain text (data.wrap): kept, or turned into messages."""
 
     is_chat: bool = False
     control: tuple[str, ...] = ()  # markup of the template, if a tokenizer is available
@@ -338,7 +338,7 @@ class Wrapping:
         return read_completion(value, column, ({"role": "user", "content": prompt.rstrip()},))
 
     def require_unrendered(self, text: str, column: str) -> None:
-        """Refuses text that a template would render for a second time."""
+        """Refuses text that a template has already rendered."""
         if not self.is_chat:
             return
         found = _TRANSCRIPT.search(text)
@@ -355,8 +355,8 @@ UNWRAPPED = Wrapping()
 
 
 def template_unused(texts: int, things: str) -> str:
-    """The note on data of plain text for a model with a chat template, under data.wrap=auto."""
+    """The note for plain text and a model with a chat template, under data.wrap=auto."""
     return (
-        f"{counted(texts, things)} of plain text, which no chat template renders, though the model "
-        "has one: data.wrap=chat uses it, data.wrap=none leaves text as it is without this line"
+        f"{counted(texts, things)} of plain text do not use the model's chat template: "
+        "data.wrap=chat applies it, data.wrap=none leaves text as it is without this line"
     )

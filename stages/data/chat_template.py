@@ -1,7 +1,7 @@
-"""A chat template: the texts that transformers renders with it, and the form it takes tools in.
+"""A chat template: the texts that transformers renders with it, and its form of tool calls.
 
-A template that is not Jinja or that asks for today's date is refused; a row that it raises an error
-on is a bad row.
+A template that is not Jinja or asks for today's date is refused. A row whose rendering fails is a
+bad row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...schemas.errors import UsageError
 from ...schemas.rows import BadRow, Message, Record, Text
 from .cells import ASSISTANT, is_blank, parse_json, shown
 
-# A made-up conversation, which shows how a template writes things.
+# A made-up conversation, to find out what a template writes.
 MARK = "PROBE"
 USER = {"role": "user", "content": "question"}
 SAID = {"role": ASSISTANT, "content": MARK}
@@ -38,21 +38,21 @@ _DATE = re.compile(r"""strftime_now\(\s*(["'])(?P<form>(?:(?!\1).)*)\1\s*\)""")
 
 
 class Rendered(NamedTuple):
-    """The text of a conversation, and where the template marks what the assistant says."""
+    """The text of a conversation, and the spans of the assistant that the template marks."""
 
     text: str
     spans: Sequence[tuple[int, int]]
 
 
 class ChatTemplate:
-    """The template of a model, or one from a file of the user; `source` is the file."""
+    """The template of a model, or one from a user's file; `source` is the file."""
 
     def __init__(self, text: str, source: str, specials: Mapping[str, Any]) -> None:
         self.text = text
         self._source = source
         self._specials = specials
         self._marks_turns = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
-        # Every template has the four roles; others are those that this one names.
+        # Every template knows the four roles; others must be named in it.
         self.roles = {*_ROLES, *re.findall(r"""["']([\w-]+)["']""", text)}
 
     def render(
@@ -62,7 +62,7 @@ class ChatTemplate:
         options: Mapping[str, Any] | None = None,
         **how: bool,
     ) -> Rendered:
-        """A conversation as `apply_chat_template` renders it; a bad row if that is an error."""
+        """A conversation as `apply_chat_template` renders it; a failure raises BadRow."""
         options = options or {}
         try:
             if taken := options.keys() & _TAKEN:
@@ -83,7 +83,7 @@ class ChatTemplate:
         return Rendered(text, spans[0] if spans else ())
 
     def probe(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
-        """The text of a made-up conversation; empty if the template does not write such turns."""
+        """The text of a made-up conversation; empty if the template refuses it."""
         try:
             return self.render(messages, tools).text
         except BadRow:
@@ -94,14 +94,14 @@ class ChatTemplate:
         """Why the template cannot be used; empty if it can."""
         try:
             self.render([USER])
-        except BadRow as bad:  # of one message, where others may be rendered
+        except BadRow as bad:  # this message fails, others may not
             if isinstance(error := bad.__cause__, TemplateSyntaxError):
                 return (
                     f"{self._source}: the chat template is not valid Jinja (line {error.lineno}: "
                     f"{error.message}). Correct it, or pass another "
                     "(--set tokens.chat_template=FILE.jinja)."
                 )
-        # Asking whether there is a clock is harmless.
+        # Only testing whether strftime_now exists is harmless.
         lexed = SandboxedEnvironment().lex(self.text)
         code = [(kind, text) for _, kind, text in lexed if kind != "whitespace"]
         if any(
@@ -109,16 +109,16 @@ class ChatTemplate:
             for this, after in pairwise([*code, ("", "")])
         ):
             return (
-                f"{self._source}: the chat template asks strftime_now what day it is, so the same "
-                "data would have other tokens tomorrow. Pass --set tokens.date=YYYY-MM-DD, which "
-                "answers calls with a text in quotes; write others so, in a template of your own "
+                f"{self._source}: the chat template calls strftime_now, so the same data would "
+                "have other tokens tomorrow. Pass --set tokens.date=YYYY-MM-DD if the format in "
+                "the call is text in quotes; else pass a template without the call "
                 "(--set tokens.chat_template=FILE.jinja)."
             )
         return ""
 
     @cached_property
     def shows_reasoning(self) -> bool:
-        """Whether the template writes an assistant's `reasoning_content` at all."""
+        """Whether the template writes an assistant's `reasoning_content`."""
         said = {"role": ASSISTANT, "content": "answer", "reasoning_content": MARK}
         return MARK in self.probe((USER, said))
 
@@ -148,7 +148,7 @@ class ChatTemplate:
         ):
             raise BadRow(
                 "template_error",
-                "the completion only calls tools, and the chat template writes no calls",
+                "the completion is only tool calls, which the chat template does not write",
             )
 
         def fitted(text: Text) -> Text:
@@ -192,7 +192,7 @@ def _made_up_tool(parameters: Any) -> dict[str, Any]:
 
 
 def _forms(value: dict[str, Any], write: Callable[[Any], str]) -> frozenset[type]:
-    """The types in which a template writes a JSON value well: an object, its text, both or none."""
+    """The types of a JSON value that a template writes as JSON: object, text, both or neither."""
     text = json.dumps(value)
     of_object, of_text = write(value), write(text)
     # Python's own form of an object is a mistake of the template.
@@ -201,7 +201,7 @@ def _forms(value: dict[str, Any], write: Callable[[Any], str]) -> frozenset[type
 
 
 def _in_form(entry: Mapping[str, Any], key: str, forms: frozenset[type]) -> Mapping[str, Any]:
-    """A call or a tool with one of its values, which may be under `function`, in another form."""
+    """A call or a tool with one value, perhaps under `function`, as an object or as text."""
     inner = entry.get("function")
     if isinstance(inner, dict):
         return {**entry, "function": _in_form(inner, key, forms)}
@@ -211,16 +211,16 @@ def _in_form(entry: Mapping[str, Any], key: str, forms: frozenset[type]) -> Mapp
         try:
             value = parse_json(value, what) if value.strip() else {}  # no arguments
         except RecursionError:
-            raise BadRow("schema", f"{what!r} is nested too deeply to be read") from None
+            raise BadRow("schema", f"{what!r} is nested too deeply") from None
         if not isinstance(value, dict):
-            raise BadRow("schema", f"{what!r} is not JSON text of an object: {shown(entry[key])}")
+            raise BadRow("schema", f"{what!r} is not the JSON of an object: {shown(entry[key])}")
     elif isinstance(value, dict) and forms == {str}:
         value = json.dumps(value, ensure_ascii=False)
     return {**entry, key: value} if key in entry else entry
 
 
 class Conversation:
-    """A record's messages under a chat template, of which each text is rendered once."""
+    """A record's messages under a chat template; each text is rendered once."""
 
     def __init__(self, record: Record, chat: ChatTemplate) -> None:
         assert not isinstance(record.prompt, str)
@@ -254,8 +254,8 @@ class Conversation:
             if message["role"] not in self.chat.roles:
                 raise BadRow(
                     "schema",
-                    f"the chat template does not know the role {message['role']!r}: rename it "
-                    f"({', '.join(_ROLES)}), or name it in a template (tokens.chat_template)",
+                    f"the chat template has no role {message['role']!r}: use one of "
+                    f"{', '.join(_ROLES)}, or pass a template that names it (tokens.chat_template)",
                 )
         texts = [self.render(whole).text for whole in self.wholes]
         if self._prompt[-1]["role"] != ASSISTANT:
@@ -264,7 +264,7 @@ class Conversation:
         if len(continues) > 1:
             raise BadRow(
                 "schema",
-                "some completions continue the prompt's last message, and others answer it",
+                "some completions continue the prompt's last message, others answer it",
             )
         if continues != {True}:
             return self.render(self._prompt).text, texts
@@ -272,7 +272,7 @@ class Conversation:
         if not all(text.startswith(prompt) for text in texts):
             raise BadRow(
                 "template_error",
-                "the chat template does not show the prompt's last message, an assistant's, in "
-                "the same way when the completion continues it; end the prompt with a user's",
+                "the chat template writes the prompt's last message, an assistant's, differently "
+                "when a completion continues it: end the prompt with a user's message",
             )
         return prompt, texts

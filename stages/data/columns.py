@@ -1,4 +1,4 @@
-"""Which shape the columns of data files have, under the user's names, and what nothing reads."""
+"""Detects the shape of data files from their columns, and finds columns that are not read."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .shapes import OPTIONAL, PROMPTS, SHAPES, DataShape, Shape
 _ALIASES = {"score_chosen": "chosen_score", "score_rejected": "rejected_score"}
 ALWAYS_CARRIED = ("margin", "weight")
 OURS = ("paired", "unpaired", "scored", "scored_long")
-# Columns of preference data, in whatever shape.
+# Columns of preference data, in any shape.
 KNOWN = {"prompt", *OPTIONAL, *ALWAYS_CARRIED, *_ALIASES}.union(
     *((*one.columns, *one.scores) for one in SHAPES if one.name in OURS)
 )
 _PROMPT_LIKE = ("question", "instruction", "query", "input", "context")
-# Columns that are a part of a prompt in another one.
+# Columns with a part of the prompt, by the column with the rest.
 _PARTS = {"instruction": ("input", "history"), "query": ("history",), "question": ("context",)}
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 _LISTED = 8
@@ -28,9 +28,9 @@ _LISTED = 8
 def common_shape(
     inputs: Sequence[InputFile], mapped: Mapping[str, str], carry: Sequence[str] = ()
 ) -> Shape:
-    """The one shape that all files have; files that differ are refused.
+    """The one shape of all files; files that differ are refused.
 
-    `mapped` gives the user's name of each of our columns; a column with no name is left out.
+    `mapped` gives the user's name for align's columns; an empty name leaves a column out.
     """
     named = _with_spread(inputs, mapped)
     first, *others = [
@@ -46,7 +46,7 @@ def common_shape(
         if essence(shape) != essence(first):
             raise UsageError(
                 f"{inputs[0].path} and {file.path} hold different data: {first.read_as}; and "
-                f"{shape.read_as}. Give files of one shape to a run."
+                f"{shape.read_as}. Give a run files of one shape."
             )
     every = (first, *others)
     found = replace(
@@ -59,7 +59,7 @@ def common_shape(
 
 
 def _with_spread(inputs: Sequence[InputFile], mapped: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """The columns of each file; optional ones, and those left out, may be in some files alone."""
+    """The columns of each file; optional or left-out columns may be missing in some files."""
     every = {name for file in inputs for name in file.columns}
     may_lack = [theirs for ours, theirs in mapped.items() if ours in OPTIONAL and theirs]
     may_lack += [ours for ours, theirs in mapped.items() if not theirs]
@@ -68,19 +68,19 @@ def _with_spread(inputs: Sequence[InputFile], mapped: Mapping[str, str]) -> list
 
 
 def prompt_shapes(inputs: Sequence[InputFile], mapped: Mapping[str, str]) -> Iterator[Shape]:
-    """The shape to read the prompts of each file by: that of stage 1, or prompts alone."""
+    """The shape of each file for reading its prompts: stage 1's, or prompts alone."""
     for file, columns in zip(inputs, _with_spread(inputs, mapped), strict=True):
         where = str(file.path)
         found = _renamed(columns, mapped, where)
         fitting = _fitting(found)
-        if len({one.prompt for one in fitting}) == 1:  # whatever else they may be
+        if len({one.prompt for one in fitting}) == 1:  # they differ in other columns only
             fitting = fitting[:1]
         if not fitting and "prompt" in found:
             fitting = [PROMPTS]
         if not fitting:
             raise UsageError(
-                f"{where} has the columns {_quoted(columns)} and none of prompts. Name the one "
-                "that holds them: --map prompt=YOURS."
+                f"{where} has the columns {_quoted(columns)} and no prompts among them. Name the "
+                "column of prompts: --map prompt=YOURS."
             )
         shape = _shape(_only(fitting, found, where), found, mapped, (), where)
         _require_whole([file], shape)
@@ -96,7 +96,7 @@ def detect_shape(
 
 
 def _renamed(columns: Sequence[str], mapped: Mapping[str, str], where: str) -> dict[str, str]:
-    """Our name of each column: the user's name; without those that are left out."""
+    """The user's name of each column by align's name, without columns that are left out."""
     ours = {theirs or name: name if theirs else None for name, theirs in mapped.items()}
     for name in ours:
         if name not in columns:
@@ -119,7 +119,7 @@ def _renamed(columns: Sequence[str], mapped: Mapping[str, str], where: str) -> d
 
 
 def _fitting(found: Mapping[str, str]) -> list[DataShape]:
-    """The shapes all of whose columns are there, but those of which another one says more."""
+    """The shapes whose columns are all there, except those that another such shape includes."""
     fitting = [
         one
         for one in SHAPES
@@ -130,7 +130,7 @@ def _fitting(found: Mapping[str, str]) -> list[DataShape]:
 
 
 def _says_more(other: DataShape, one: DataShape) -> bool:
-    """Whether a shape reads all columns that another has, and that one not all of its own."""
+    """Whether a shape reads all columns of the other, and the other does not read all of its."""
     if not {*one.columns} <= {*other.columns, *other.optional, *OPTIONAL}:
         return False
     is_mutual = {*other.columns} <= {*one.columns, *one.optional, *OPTIONAL}
@@ -142,13 +142,13 @@ def _only(fitting: Sequence[DataShape], found: Mapping[str, str], where: str) ->
     if not fitting:
         raise _no_shape(found, where)
     one, *others = fitting
-    # Of two columns that say which answer is good the first one does, and the "read as" line so.
+    # If two columns tell the good answer, the first one is read; the "read as" line names it.
     if others := [other for other in others if replace(other, good=one.good) != one]:
         extra = next(name for name in others[0].columns if name not in one.columns)
         shapes = " and ".join(f"{each.name} ({_quoted(each.columns)})" for each in (one, *others))
         raise UsageError(
-            f"{where} fits several shapes of preference data: {shapes}. Leave out a column of "
-            f"what is not meant, for example with --map {found[extra]}=."
+            f"{where} fits several shapes of preference data: {shapes}. Leave out a column of the "
+            f"unwanted shape, for example with --map {found[extra]}=."
         )
     if one.name in OURS and not one.prompt:
         for name in _PROMPT_LIKE:
@@ -156,7 +156,7 @@ def _only(fitting: Sequence[DataShape], found: Mapping[str, str], where: str) ->
                 raise UsageError(
                     f"{where} has no column 'prompt' but one named {name!r}. Pass --map "
                     f"prompt={name} if that is the prompt, or --map {name}= if chosen and "
-                    "rejected begin with theirs."
+                    "rejected begin with the prompt."
                 )
     return one
 
@@ -189,8 +189,8 @@ def _shape(
     for name in carry:
         if name in RESERVED:
             raise UsageError(
-                f"{where}: a column named {name!r} cannot be carried, because shards have one of "
-                f"their own. Rename yours, for example with --map my_{name}={name}."
+                f"{where}: the column {name!r} cannot be carried, because shards have a column of "
+                f"that name. Rename yours, for example with --map my_{name}={name}."
             )
         if name not in found:
             raise UsageError(
@@ -200,7 +200,7 @@ def _shape(
     always = [name for name in ALWAYS_CARRIED if name in found]
     given = [declared.margin] if declared.margin else []
     carried = tuple(dict.fromkeys((*given, *always, *carry)))
-    # A column not seen in the first rows of a JSON file may appear later: it is read too.
+    # A column that the first rows of a JSON file lack may appear later: it is read too.
     names = (*declared.columns, *declared.optional, *OPTIONAL, *carried)
     taken = {theirs or ours for ours, theirs in mapped.items()}
     source = {name: found.get(name, name) for name in names if name in found or name not in taken}
@@ -215,14 +215,14 @@ def _shape(
 
 
 def _require_whole(inputs: Sequence[InputFile], shape: Shape) -> None:
-    """Refuses columns whose rows mean something else without them, where they hold something.
+    """Refuses unread columns that change the meaning of a row: parts of a prompt, and media.
 
-    They are parts of a prompt that the shape does not read, and media.
+    A column without values is accepted.
     """
     prompt = shape.declared.prompt
     asked = shape.source[prompt.columns[0].partition(".")[0]] if prompt else ""
     parts = dict.fromkeys(_PARTS.get(asked, ()), f"a part of the prompt beside {asked!r}")
-    media = dict.fromkeys(_MEDIA, "and no model here is given media")
+    media = dict.fromkeys(_MEDIA, "media that no model here reads")
     for name, why in (parts | media).items():
         for file in inputs if name in shape.unread else ():
             if name not in file.columns:
@@ -230,13 +230,13 @@ def _require_whole(inputs: Sequence[InputFile], shape: Shape) -> None:
             cells = (one.get(name) for one in rows_of(file, [name]) if not isinstance(one, BadRow))
             if any(cell and not (isinstance(cell, str) and cell.isspace()) for cell in cells):
                 raise UsageError(
-                    f"{file.path} has {name!r}, {why}: it would not be read. Write what it says "
-                    f"into the prompt in your file, or leave it out with --map {name}=."
+                    f"{file.path} has {name!r}, {why}: it would not be read. Write its text into "
+                    f"the prompt in your file, or leave it out with --map {name}=."
                 )
 
 
 def require_scores(inputs: Sequence[InputFile], shape: Shape) -> None:
-    """Refuses completions that have no scores: no method learns from them."""
+    """Refuses completions without scores: no method learns from them."""
     if not shape.lacks_scores:
         return
     name = next(iter(shape.declared.scores), "score")
@@ -248,7 +248,7 @@ def require_scores(inputs: Sequence[InputFile], shape: Shape) -> None:
 
 
 def not_read(names: Sequence[str]) -> str:
-    """Says which columns are not read."""
+    """The note that names the columns that are not read."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return f"columns that are not read: {_quoted(names[:_LISTED])}{more}"
 

@@ -1,4 +1,4 @@
-"""Text to token ids: where the prompt ends, BOS and stops, what is learned, truncation."""
+"""Text to token ids: prompt ends, BOS and stop tokens, learned tokens, truncation."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from ...schemas.rows import BadRow, Message, Record, Rejected
 from .cells import ASSISTANT
 from .chat_template import Conversation
 from .files import InputFile
-from .readers import Piece
+from .readers import FilePart
 from .records import in_batches, records_in
 from .row_keys import EncodedRow, key_rows
 from .shapes import PAIR, Shape
-from .stop_tokens import Endings, span_of
+from .stop_tokens import StopRule, span_of
 from .tokenizer import TextTokenizer, collector_paused, load_tokenizer, tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
 
-# An encoding holds some hundred bytes for each token, until its record has become a row.
+# An encoding takes some hundred bytes per token until its record becomes a row.
 RECORDS_AT_ONCE = 32
 CHARACTERS_AT_ONCE = 1 << 20
 
 
 class Turn(NamedTuple):
-    """A turn of the assistant in a text: its start, its end, and whether it is learned."""
+    """A turn of the assistant: its start and end in a text, and whether it is learned."""
 
     start: int
     stop: int
@@ -46,24 +46,24 @@ class _RecordTexts:
     """A record as text; each tuple has an entry per completion."""
 
     record: Record
-    texts: Sequence[str]  # of the prompt and the completion
+    texts: Sequence[str]  # prompt and completion, joined
     boundaries: tuple[int, ...]  # the character at which the completion starts
     turns: tuple[tuple[Turn, ...] | None, ...]  # in characters; None: one turn, all learned
-    notes: tuple[str, ...]  # counted if the record becomes a row
+    notes: tuple[str, ...]  # counted once the record becomes a row
 
 
 class Encoder:
-    """The encoder of checked records under one tokenizer and its options."""
+    """Encodes checked records with one tokenizer and its options."""
 
     def __init__(self, tokenizer: TextTokenizer, options: TokenOptions) -> None:
         self._tokenizer = tokenizer
         self._options = options
-        self._endings = Endings(tokenizer.stops, tokenizer.added)
+        self._stop_rule = StopRule(tokenizer.stops, tokenizer.added)
         escaped = [re.escape(text) for text in tokenizer.specials if text]
         self._specials = re.compile("|".join(escaped)) if escaped else None
 
     def encode(self, found: Iterable[Record | Rejected]) -> Iterator[EncodedRow | Rejected]:
-        """A row of tokens for each record, or why it cannot be used; what is rejected stays so."""
+        """A row of tokens for each record, or its rejection; rejected rows pass through."""
         batch, characters = list[_RecordTexts](), 0
         for one in found:
             if isinstance(one, Rejected):
@@ -115,10 +115,10 @@ class Encoder:
         return _RecordTexts(record, texts, boundaries, turns, notes)
 
     def _row(self, rendered: _RecordTexts, encodings: Sequence[Encoding]) -> EncodedRow:
-        """The row: the prompt is truncated first, the completions to what room it leaves."""
+        """The row; the prompt is truncated first, then completions to the room that is left."""
         record, texts, limit = rendered.record, rendered.texts, self._options.max_length
-        # Every completion begins at the same token of its text: the first that holds a character
-        # of any of them, or that differs.
+        # All completions begin at the same token of their texts: the first one that differs or
+        # holds a character of any completion.
         start = min(map(_first_token_from, encodings, rendered.boundaries, map(len, texts)))
         ids = [encoding.ids for encoding in encodings]
         shared = min(common_length(ids[0][:start], other[:start]) for other in ids)
@@ -134,7 +134,7 @@ class Encoder:
                 "completion; raise max_length or set max_prompt_length",
             )
         tails = [each[shared:] for each in ids]
-        ended = [*map(self._endings.end, tails, record.completions, texts, encodings)]
+        ended = [*map(self._stop_rule.end, tails, record.completions, texts, encodings)]
         completions = tuple(
             tail[: fitted_length(tail, room, self._tokenizer.stops.tokens)] for tail in ended
         )
@@ -175,7 +175,7 @@ class Encoder:
     def _learned(
         self, rendered: _RecordTexts, number: int, encoding: Encoding, tail: list[int], length: int
     ) -> NDArray[np.int16] | None:
-        """Mask of a completion's tokens that are learned; the last of `length` may be its stop."""
+        """Mask of a completion's learned tokens; the last of `length` may be its stop token."""
         turns, text = rendered.turns[number], rendered.texts[number]
         if turns is None:
             return None
@@ -186,7 +186,7 @@ class Encoder:
             after = _first_token_from(encoding, turn.stop, len(text)) - first
             if after < len(tail) and span_of(encoding, first + after)[0] < turn.stop:
                 after += 1  # a token across the end of a turn belongs to it
-            stop = self._endings.turn_end(tail, start, after, text, encoding)
+            stop = self._stop_rule.turn_end(tail, start, after, text, encoding)
             found.append(Turn(start, min(stop, length), turn.is_learned))
         completion = rendered.record.completions[number]
         if not isinstance(completion, str) and completion[-1]["role"] == ASSISTANT:
@@ -209,7 +209,7 @@ class Encoder:
         return prompt[-limit:]
 
 
-# A file of nothing but bad rows must not fill the disk with their descriptions.
+# A file of only bad rows must not fill the disk with their descriptions.
 MOST_REJECTED_KEPT = 100_000
 
 
@@ -228,7 +228,7 @@ class InputCounts:
         return self.rows_per_file.total()
 
     def keep(self, rejected: Iterable[Rejected]) -> None:
-        """Adds rejected rows to those that are kept."""
+        """Adds rejected rows, up to the limit."""
         self.rejected.extend(rejected)
         self.rejected.sort(key=lambda one: (one.file, one.row))
         del self.rejected[MOST_REJECTED_KEPT:]
@@ -236,16 +236,16 @@ class InputCounts:
 
 @dataclass(frozen=True)
 class EncodingJob:
-    """What a process needs to encode slices."""
+    """The inputs of a process that encodes slices."""
 
     model: str
     options: TokenOptions
     shape: Shape
     files: tuple[int, ...]  # the identity of each input
-    tokenizer: Mapping[str, str]  # its fingerprint, which every process has to reproduce
+    tokenizer: Mapping[str, str]  # its fingerprint, which every process must reproduce
 
     def open(self) -> Encoder:
-        """The encoder of a process, which loads the tokenizer."""
+        """The encoder of a process, with its tokenizer loaded."""
         tokenizer = load_tokenizer(self.model, self.options)
         if tokenizer_fingerprint(tokenizer) != self.tokenizer:
             raise FingerprintError(
@@ -255,17 +255,17 @@ class EncodingJob:
         return Encoder(tokenizer, self.options)
 
     def rows(
-        self, encoder: Encoder, inputs: Sequence[InputFile], piece: Piece, counts: InputCounts
+        self, encoder: Encoder, inputs: Sequence[InputFile], part: FilePart, counts: InputCounts
     ) -> Iterator[Rows]:
-        """The usable rows of a slice, numbered from its first row; all of its rows are counted."""
-        found = records_in(inputs[piece.file], self.shape, self.files[piece.file], piece)
+        """The usable rows of a slice, numbered from its first row; `counts` counts all rows."""
+        found = records_in(inputs[part.file], self.shape, self.files[part.file], part)
         for batch in in_batches(found):
             with collector_paused():
                 encoded = [*encoder.encode(batch)]
                 own = [one for one in encoded if isinstance(one, EncodedRow)]
                 rows = key_rows(own, carried=self.shape.carried)
             rejected = [one for one in encoded if isinstance(one, Rejected)]
-            counts.rows_per_file[piece.file] += len(batch)
+            counts.rows_per_file[part.file] += len(batch)
             counts.notes.update(note for row in own for note in row.notes)
             counts.reasons.update(one.reason for one in rejected)
             counts.keep(rejected)
@@ -273,7 +273,7 @@ class EncodingJob:
 
 
 def encode_prompt(record: Record, tokenizer: TextTokenizer) -> list[int]:
-    """The untruncated prompt of a record, as a model that completes it reads it."""
+    """The untruncated prompt of a record, as a model reads it before it answers."""
     _, prompt, _ = _texts_of(tokenizer.fitted(record), tokenizer)
     encoding = tokenizer.backend.encode(prompt, add_special_tokens=False)
     return _begin(encoding.ids, tokenizer)
@@ -310,7 +310,7 @@ def _first_token_from(encoding: Encoding, character: int, length: int) -> int:
 
 
 def common_length(first: Sequence[int] | str, second: Sequence[int] | str) -> int:
-    """How much two sequences share at their start."""
+    """The length of the common start of two sequences."""
     if first == second[: len(first)]:
         return len(first)
     pairs = enumerate(zip(first, second, strict=False))
@@ -332,7 +332,7 @@ def _has_reasoning(record: Record) -> bool:
 
 
 def has_turns(record: Record) -> bool:
-    """Whether a completion is something else than one turn of the assistant."""
+    """Whether a completion is more or other than one turn of the assistant."""
     return any(_is_several(record, number) for number in range(len(record.completions)))
 
 
@@ -347,10 +347,10 @@ def _is_several(record: Record, number: int) -> bool:
 def _turns_of(
     conversation: Conversation, number: int, boundary: int, tokenizer: TextTokenizer
 ) -> tuple[Turn, ...] | None:
-    """The assistant's turns in the text of a completion; None if it is one that is learned.
+    """The assistant's turns in the text of a completion; None for a single learned turn.
 
-    They are where the template marks them ({% generation %}), or begin and end where the
-    conversation up to there does when it is rendered by itself.
+    The template marks them with {% generation %}. Otherwise a turn's start and end are the lengths
+    of the conversation up to there, rendered by itself.
     """
     record, messages = conversation.record, conversation.wholes[number]
     if not _is_several(record, number):
@@ -383,21 +383,21 @@ def _turns_of(
 def _end_of(
     conversation: Conversation, messages: Sequence[Message], text: str, tokenizer: TextTokenizer
 ) -> int:
-    """Where the first messages of a text end: where they do when they are rendered alone."""
+    """The end of the first messages in a text, from their length when rendered alone."""
     alone = conversation.render(messages).text
     shared = common_length(alone, text)
     if shared == len(alone):
         return shared
-    # Special tokens and blanks at their end may be others there, as nothing follows.
+    # Special tokens and blanks at the end may differ there, because nothing follows.
     said = alone.rstrip()
     while ends := [token for token in tokenizer.control if said.endswith(token)]:
         said = said.removesuffix(max(ends, key=len)).rstrip()
     if shared < len(said):
-        # As where a template drops earlier thinking.
+        # For example, a template that drops earlier thinking.
         raise BadRow(
             "template_error",
-            f"the chat template writes the first {len(messages)} messages otherwise once more "
-            "follow, so where their turns end is unknown: mark them with {% generation %} in a "
+            f"the chat template writes the first {len(messages)} messages differently when more "
+            "follow, so the ends of their turns are unknown: mark turns with {% generation %} in a "
             "template of your own (tokens.chat_template), or learn all tokens (tokens.learn=all)",
         )
     return len(said)

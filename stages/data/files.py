@@ -1,4 +1,4 @@
-"""The data files that are named: found in folders, opened, cut into slices, read, digested."""
+"""Data files: found in folders, opened, cut into slices, read and digested."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ...schemas.file_version import FileVersion
 from ...schemas.rows import BadRow
 from ..storage.disk.digests import own_digests, remembered_sha256
 from ..storage.locations import origin_of
-from .readers import ENDINGS, READERS, WHOLE, Piece, Row, ending_of, open_bytes
+from .readers import ENDINGS, READERS, WHOLE_FILE, FilePart, Row, ending_of, open_bytes
 
 _DAMAGE = (BadDataError, pa.ArrowException, OSError, UnicodeError)
-HUB_FOLDER = "data"  # the one that the Hub's data sets have their files in
-# The names that `datasets` and the Hugging Face Hub give to the files of one data set.
+HUB_FOLDER = "data"  # the folder of files in data sets of the Hub
+# The file names of one data set, as `datasets` and the Hugging Face Hub write them.
 _NUMBERED = re.compile(r"(?P<set>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 _SIDECARS = {"dataset_info.json", "dataset_infos.json"}  # of `datasets`, beside the data
 _SPLITS = {
@@ -53,7 +53,7 @@ def inputs_of(data: DataOptions) -> tuple[InputFile, ...]:
 def open_inputs(files: Sequence[str], split: str = "") -> tuple[InputFile, ...]:
     """The data files in these files and folders, each checked to have rows.
 
-    Of folders with several splits the one is read that `split` names.
+    `split` names the split to read from folders with several.
     """
     if not files:
         raise UsageError("No data files given. Name at least one file or folder.")
@@ -69,7 +69,7 @@ def open_inputs(files: Sequence[str], split: str = "") -> tuple[InputFile, ...]:
 def _opened(path: Path) -> InputFile:
     ending = ending_of(path.name)
     if not ending:
-        raise UsageError(f"{path} has an ending that is not known. Known are {ENDINGS}.")
+        raise UsageError(f"{path} has an unknown ending. Use one of {ENDINGS}.")
     size = path.stat().st_size
     try:
         with open_bytes(path) as source:
@@ -79,7 +79,7 @@ def _opened(path: Path) -> InputFile:
     except _DAMAGE as error:
         raise UsageError(
             f"{path} cannot be read as {ending[1:]}: {_one_line(error)}. "
-            "Check that the file is whole, or write it again."
+            "Check that the file is complete, or write it again."
         ) from error
     if not columns:
         raise UsageError(f"{path} has no rows. Leave it out or write it again.")
@@ -90,7 +90,7 @@ def _opened(path: Path) -> InputFile:
 
 
 def _data_files(path: Path, split: str) -> list[Path]:
-    """The file, or the data files of a folder; `split` names the one to read where it has some."""
+    """The file, or the data files of a folder; `split` names the split to read."""
     if path.is_file():
         if split:
             raise UsageError(f"--split {split}: {path} is one file. Leave --split out.")
@@ -110,12 +110,12 @@ def _data_files(path: Path, split: str) -> list[Path]:
         return _data_files(path / split, "")
     if HUB_FOLDER in folders:
         return _data_files(path / HUB_FOLDER, split)
-    found = f"but folders of them: {', '.join(folders)}" if folders else f"({ENDINGS})"
-    raise UsageError(f"{path} holds no data files {found}. Name the files or a folder of them.")
+    found = f"but these folders do: {', '.join(folders)}" if folders else f"({ENDINGS})"
+    raise UsageError(f"{path} holds no data files {found}. Name the files or their folder.")
 
 
 def _saved_files(path: Path, split: str) -> list[Path]:
-    """The files of a folder that `datasets` saved, in its order."""
+    """The files of a folder that `datasets` saved, in the order of its state.json."""
     if split:
         raise UsageError(f"--split {split}: {path} holds no splits. Leave --split out.")
     names = _names_in(path / "state.json", "_data_files")
@@ -126,7 +126,7 @@ def _saved_files(path: Path, split: str) -> list[Path]:
 
 
 def _files_in(path: Path) -> list[Path]:
-    """The data files that lie in a folder itself."""
+    """The data files directly in a folder."""
     names = sorted(entry.name for entry in path.iterdir() if entry.is_file())
     return [
         path / name
@@ -149,27 +149,26 @@ def _of_one_set(path: Path, files: list[Path], split: str) -> list[Path]:
     first, *others = files
     if other := next((one for one in others if ending_of(one.name) != ending_of(first.name)), None):
         raise UsageError(
-            f"{path} holds files of two kinds, {first.name} and {other.name}. Name the files that "
-            "are the data."
+            f"{path} holds files of two kinds, {first.name} and {other.name}. Name the data files."
         )
     _require_all_numbered(path, [file.name for file in files])
     return files
 
 
 def _chosen(path: Path, splits: Sequence[str], split: str) -> str:
-    """The split that is named, of several."""
+    """The split to read, from several."""
     if split in splits:
         return split
     asked = f"--split {split}: " if split else ""
     example = "train" if "train" in splits else splits[0]
     raise UsageError(
-        f"{asked}{path} holds the splits {', '.join(splits)}. Take one of them, for example with "
+        f"{asked}{path} holds the splits {', '.join(splits)}. Choose one, for example with "
         f"--split {example}."
     )
 
 
 def _names_in(path: Path, key: str) -> list[str]:
-    """The names that a file of `datasets` lists."""
+    """The names that a JSON file of `datasets` lists."""
     try:
         entries = json.loads(path.read_bytes())[key]
         names = [entry["filename"] if isinstance(entry, dict) else entry for entry in entries]
@@ -189,13 +188,12 @@ def _require_all_numbered(folder: Path, names: Iterable[str]) -> None:
         if missing := sorted({*range(int(count))} - numbers):
             raise UsageError(
                 f"{folder} lacks {len(missing):,} of the {int(count):,} files of {name!r}, "
-                f"{name}-{missing[0]:05d}-of-{count} first. Get them too, or name the files that "
-                "are the data."
+                f"{name}-{missing[0]:05d}-of-{count} first. Add them, or name the data files."
             )
 
 
 def _split_in(name: str) -> tuple[re.Match[str], str] | None:
-    """The first word of a name that names a split, and the split."""
+    """The first word in a name that means a split, and the split."""
     words = ((word, _SPLITS.get(word.group().lower())) for word in _WORD.finditer(name))
     return next(((word, split) for word, split in words if split), None)
 
@@ -207,7 +205,7 @@ def require_one_split(inputs: Sequence[InputFile]) -> None:
         path = origin_of(str(file.path))  # which the user gave
         folder, _, name = path.rpartition("/")
         above, _, own = folder.rpartition("/")
-        # Two files are of one set if their paths agree up to the word that names the split.
+        # Files whose paths agree up to the split's name belong to one data set.
         if found := _split_in(name.rpartition(".")[0]):
             word, split = found
             sets[f"{folder}/{name[: word.start()]}"].setdefault(split, path)
@@ -218,30 +216,30 @@ def require_one_split(inputs: Sequence[InputFile]) -> None:
         if len(splits) > 1:
             files = ", ".join(f"{path} ({split})" for split, path in splits.items())
             raise UsageError(
-                f"These are several splits of one data set: {files}. Give each to a command of its "
-                "own: take one of a folder with --split, or name its files."
+                f"These are several splits of one data set: {files}. Give a command one split: "
+                "choose it with --split, or name its files."
             )
 
 
 # Slices and rows
 
-SLICES = 64  # of small data; large data have as many as LARGEST_SLICE asks for
+SLICES = 64  # of small data; LARGEST_SLICE decides for large data
 LEAST_SLICE, LARGEST_SLICE = 2 << 20, 32 << 20
 
 
-def slices_of(inputs: Sequence[InputFile], columns: Collection[str]) -> list[list[Piece]]:
-    """The data in order, cut for the tasks that read them: a piece each, or several small files.
+def slices_of(inputs: Sequence[InputFile], columns: Collection[str]) -> list[list[FilePart]]:
+    """The data in order, cut into slices: a part of a file each, or several small files.
 
-    The cuts depend on the files alone, and the sizes count these columns.
+    The cuts depend on the files alone; the sizes count these columns.
     """
-    files = [_pieces_in(number, file, columns) for number, file in enumerate(inputs)]
-    total = sum(one.bytes for pieces in files for one in pieces)
+    files = [_parts_in(number, file, columns) for number, file in enumerate(inputs)]
+    total = sum(one.bytes for parts in files for one in parts)
     most = min(max(total // SLICES, LEAST_SLICE), LARGEST_SLICE)
-    tasks: list[list[Piece]] = []
-    room = 0  # for further whole files in the last task
-    for pieces in files:
-        joined = pieces[:1]
-        for one in pieces[1:]:
+    tasks: list[list[FilePart]] = []
+    room = 0  # bytes left for more files in the last slice
+    for parts in files:
+        joined = parts[:1]
+        for one in parts[1:]:
             last = joined[-1]
             if last.bytes + one.bytes <= most:
                 size = last.bytes + one.bytes
@@ -258,25 +256,25 @@ def slices_of(inputs: Sequence[InputFile], columns: Collection[str]) -> list[lis
     return tasks
 
 
-def _pieces_in(number: int, file: InputFile, columns: Collection[str]) -> list[Piece]:
+def _parts_in(number: int, file: InputFile, columns: Collection[str]) -> list[FilePart]:
     try:
-        found = READERS[file.format].pieces(file.path, columns, LEAST_SLICE)
+        found = READERS[file.format].parts(file.path, columns, LEAST_SLICE)
     except _DAMAGE as error:
         raise _damaged(file, "", error) from error
     return [one._replace(file=number) for one in found]
 
 
 def rows_of(
-    file: InputFile, columns: Collection[str], piece: Piece = WHOLE
+    file: InputFile, columns: Collection[str], part: FilePart = WHOLE_FILE
 ) -> Iterator[Row | BadRow]:
-    """The rows of a file or of a piece of it, with these columns at least."""
+    """The rows of a file or of a part of it, with at least these columns."""
     row = 0
     try:
-        for cells in READERS[file.format].rows(file.path, columns, piece):
+        for cells in READERS[file.format].rows(file.path, columns, part):
             yield cells
             row += 1
     except _DAMAGE as error:
-        where = f" of its piece from {piece.start:,} on" if piece.start else ""
+        where = f" of its part from {part.start:,} on" if part.start else ""
         raise _damaged(file, f" after row {row:,}{where}", error) from error
 
 
@@ -296,7 +294,7 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Digested:
-    """The digest of a data file, and its version at that time."""
+    """The digest of a data file, and the file's version at that time."""
 
     bytes: int
     sha256: str
@@ -304,7 +302,7 @@ class Digested:
 
 
 def digested(file: InputFile) -> Digested:
-    """The digest of a file, which is read only if this user has no digest of this version."""
+    """The digest of a file; the file is read only if no digest of this version is cached."""
     version = FileVersion.of(file.path)
     return Digested(version.size, remembered_sha256(file.path, own_digests()), version)
 

@@ -1,4 +1,4 @@
-"""Rows that are given in Python, as a file of JSON lines that every process can read."""
+"""Rows from Python, written as a file of JSON lines that every process can read."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ _AT_ONCE = 1000
 
 @contextmanager
 def files_of(data: Any) -> Iterator[list[str]]:
-    """The files that are named, or one of the rows that are given, which is removed at the end.
+    """The named files, or a temporary file of the given rows.
 
-    Equal rows make equal bytes, in whatever kind of table they are given, so that a cache is
-    known again.
+    Equal rows make equal bytes in any kind of table, so that their cache is found again.
     """
     if isinstance(data, str | Path):
         yield [str(data)]
@@ -47,8 +46,8 @@ def _rows(data: Any) -> Iterator[Any]:
     """The rows of a list, a data set of `datasets`, or a frame of polars, pandas or Arrow."""
     if isinstance(data, Mapping):
         raise UsageError(
-            f"The data are a mapping of {', '.join(map(repr, data))}. Give rows: a list of them, "
-            "or one split of a data set."
+            f"The data are a mapping of {', '.join(map(repr, data))}. Give a list of rows, or one "
+            "split of a data set."
         )
     if hasattr(data, "with_format"):  # of `datasets`
         tables = data.with_format("arrow").iter(batch_size=_AT_ONCE)
@@ -76,6 +75,6 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # of NumPy
         return value.tolist()
     raise UsageError(
-        f"The data hold a value of the type {type(value).__name__}, no text and no number: "
-        f"{shown(value)}. Take its column out."
+        f"The data hold a value of the type {type(value).__name__}, which JSON cannot write: "
+        f"{shown(value)}. Leave its column out."
     )

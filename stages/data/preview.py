@@ -1,8 +1,7 @@
-"""A row as a model reads it: text in quotes, special tokens apart, what is missing counted.
+"""A row as a model reads it: text in quotes, special tokens apart, cut tokens counted.
 
-It is made from token ids, so it shows what a template, truncation and pairing have made of the
-data. Text is escaped as in JSON: none can pass for a token or for another line, nor drive the
-terminal that it is printed on.
+It is made from token ids, so it shows the effects of template, truncation and pairing. Text is
+escaped as in JSON, so it cannot look like a token or a line of its own, nor control the terminal.
 """
 
 from __future__ import annotations
@@ -23,34 +22,34 @@ from ...schemas.safe_text import shown
 if TYPE_CHECKING:
     from .tokenizer import TextTokenizer
 
-END_TOKENS = 64  # shown of either end of a prompt or a completion
-MOST_CHARACTERS = 4096  # of either, for a token may be of any length
+END_TOKENS = 64  # shown at either end of a prompt or a completion
+MOST_CHARACTERS = 4096  # at either end, because a token may have any length
 MOST_COMPLETIONS = 4
 
 PROMPT, LEARNED, UNLEARNED, CUT = "dim", "green", "yellow", "red"  # on a terminal
 
 
 def lines_of(row: Rows, tokenizer: TextTokenizer, *, file: str, prompt_side: str) -> Iterator[Text]:
-    """The lines to print of a block of one row, with the first mismatched completions."""
+    """The lines to print for a block of one row, with its first KL completion."""
     reader = _Reader(tokenizer)
     roles = [Role(role) for role in row.roles.tolist()]
-    own = [branch for branch, role in enumerate(roles) if role != Role.MISMATCHED]
+    own = [index for index, role in enumerate(roles) if role != Role.MISMATCHED]
 
-    def completion(name: str, branch: int) -> Text:
-        ids, cut = row.completions[branch].tolist(), int(row.cut[branch])
-        learned: list[bool] = [] if row.learned is None else (row.learned[branch] > 0).tolist()
-        said = reader.said(ids, cut, "right", learned=[] if all(learned) else learned)
-        return Text.assemble(f"  {name}, ", said)
+    def completion(name: str, index: int) -> Text:
+        ids, cut = row.completions[index].tolist(), int(row.cut[index])
+        learned: list[bool] = [] if row.learned is None else (row.learned[index] > 0).tolist()
+        text = reader.styled(ids, cut, "right", learned=[] if all(learned) else learned)
+        return Text.assemble(f"  {name}, ", text)
 
     yield Text(
         f"row {int(row.row[0])} of {shown(file)} as the model reads it, [special tokens] apart:"
     )
     prompt, cut = row.prompts[0].tolist(), int(row.prompt_cut[0])
-    yield Text.assemble("  prompt, ", reader.said(prompt, cut, prompt_side, begins=True))
-    for branch in own[:MOST_COMPLETIONS]:
-        score = float(row.scores[branch])
+    yield Text.assemble("  prompt, ", reader.styled(prompt, cut, prompt_side, begins=True))
+    for index in own[:MOST_COMPLETIONS]:
+        score = float(row.scores[index])
         worth = f" (score {score:g})" if math.isfinite(score) else ""
-        yield completion(f"{roles[branch].name.lower()}{worth}", branch)
+        yield completion(f"{roles[index].name.lower()}{worth}", index)
     if len(own) > MOST_COMPLETIONS:
         yield Text(f"  and {counted(len(own) - MOST_COMPLETIONS, 'more completions')}")
     if len(own) < len(roles):
@@ -58,7 +57,7 @@ def lines_of(row: Rows, tokenizer: TextTokenizer, *, file: str, prompt_side: str
 
 
 class _Reader:
-    """The printed form of token ids: text, and the names of special tokens."""
+    """Prints token ids as text and the names of special tokens."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._backend = tokenizer.backend
@@ -67,14 +66,14 @@ class _Reader:
         names = tokenizer.added.texts.items()
         self._special = {token: text for token, text in names if token in apart}
 
-    def said(
+    def styled(
         self,
         ids: Sequence[int],
         cut: int,
         side: str,
         *,
         begins: bool = False,
-        learned: Sequence[bool] = (),  # nothing: all, or it is no completion
+        learned: Sequence[bool] = (),  # empty: all are learned, or this is a prompt
     ) -> Text:
         """The number of tokens, their text, and the number that were cut on that side."""
         style, hidden = PROMPT if begins else LEARNED, len(ids) - 2 * END_TOKENS
@@ -86,10 +85,10 @@ class _Reader:
                 (f"({counted(hidden, 'tokens')} not shown)", style),
                 *self._pieces(ids[-END_TOKENS:], learned[-END_TOKENS:], style, False),
             ]
-        if cut:  # a prompt that is cut on its left has kept its BOS
+        if cut:  # a prompt that was cut on the left keeps its BOS
             index = len(pieces) if side == "right" else int(ids[0] == self._bos)
             pieces.insert(index, (f"({counted(cut, 'tokens')} cut)", CUT))
-        text = Text(" ").join(Text(shown(said), own) for said, own in pieces)
+        text = Text(" ").join(Text(shown(one), own) for one, own in pieces)
         if (more := len(text) - MOST_CHARACTERS) > 0:
             half = MOST_CHARACTERS // 2
             missing = f" ({counted(more, 'characters')} not shown) "
@@ -100,7 +99,7 @@ class _Reader:
     def _pieces(
         self, ids: Sequence[int], learned: Sequence[bool], style: str, begins: bool
     ) -> Iterator[tuple[str, str]]:
-        """The text of tokens with its style; what is not learned stands in brackets."""
+        """The text of tokens with its style; unlearned text is in brackets."""
         if not learned:
             yield from ((text, style) for text in self._runs(ids, begins))
             return
@@ -119,7 +118,7 @@ class _Reader:
                 names = (f"[{self._special[token]}]" for token in tokens)
                 yield from (json.dumps(name, ensure_ascii=False)[1:-1] for name in names)
             else:
-                # A decoder may drop a blank at the very start: only a text's own is dropped.
+                # A decoder may drop a blank at its start: that is right at the text's start only.
                 ahead = [] if begins else self._backend.encode("a", add_special_tokens=False).ids
                 text = self._backend.decode([*ahead, *tokens], skip_special_tokens=False)
                 dropped = len(self._backend.decode(ahead, skip_special_tokens=False))

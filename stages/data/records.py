@@ -21,22 +21,22 @@ from .cells import (
 )
 from .columns import KNOWN, prompt_shapes
 from .files import InputFile, rows_of
-from .readers import MOST_CHARACTERS, TOO_DEEP, WHOLE, Piece, Row
+from .readers import MOST_CHARACTERS, TOO_DEEP, WHOLE_FILE, FilePart, Row
 from .row_parts import Cells
 from .shapes import OPTIONAL, DataShape, Shape, read_prompt_alone, read_row
 
 
 def read_records(inputs: Sequence[InputFile], shape: Shape) -> Iterator[Record | Rejected]:
-    """Every row of the files in order, as a record or rejected; files by their index."""
+    """Every row of the files in order, as a record or rejected; `file` is a file's index."""
     for number, file in enumerate(inputs):
         yield from records_in(file, shape, number)
 
 
 def records_in(
-    file: InputFile, shape: Shape, identity: int, piece: Piece = WHOLE
+    file: InputFile, shape: Shape, identity: int, part: FilePart = WHOLE_FILE
 ) -> Iterator[Record | Rejected]:
-    """Every row of a file or of a slice of it, numbered from the start of that."""
-    for row, cells in enumerate(rows_of(file, shape.columns, piece)):
+    """Every row of a file or of a part of it, numbered from the part's start."""
+    for row, cells in enumerate(rows_of(file, shape.columns, part)):
         yield record_of(cells, shape, identity, row)
 
 
@@ -44,7 +44,7 @@ BATCH_ROWS, BATCH_CHARACTERS = 1000, 8 << 20
 
 
 def in_batches(found: Iterable[Record | Rejected]) -> Iterator[list[Record | Rejected]]:
-    """The records in lists of at most so many, or of about so many characters of text."""
+    """The records in batches, limited by their number and by their characters of text."""
     batch, size = list[Record | Rejected](), 0
     for one in found:
         batch.append(one)
@@ -58,26 +58,26 @@ def in_batches(found: Iterable[Record | Rejected]) -> Iterator[list[Record | Rej
 
 
 def first_records(inputs: Sequence[InputFile], shape: Shape) -> Iterator[Record]:
-    """The first records of each file that can be used, few of them."""
+    """The first usable records of each file, a few."""
     for file in inputs:
         usable = (one for one in records_in(file, shape, 0) if isinstance(one, Record))
         yield from islice(usable, 16)
 
 
 def record_of(cells: Row | BadRow, shape: Shape, file: int, row: int) -> Record | Rejected:
-    """The record of a row, or why it cannot be used."""
+    """The record of a row, or its rejection."""
     try:
         if isinstance(cells, BadRow):
             raise cells
         one = Cells(cells, shape.source, shape.wrap)
-        given, answers, roles, scores, ahead = read_row(one, shape.declared)
+        given, answers, roles, scores, margin = read_row(one, shape.declared)
         prompt, tools, options = _asked(one, shape.declared, given)
-        margin = shape.declared.margin
         carried = {
-            name: ahead if name == margin else read_number(*one(name)) for name in shape.carried
+            name: margin if name == shape.declared.margin else read_number(*one(name))
+            for name in shape.carried
         }
         if (size := sum(map(_length, (prompt, *answers)))) > MOST_CHARACTERS:
-            what = f"the row has {size:,} characters, and {MOST_CHARACTERS:,} are the most"
+            what = f"the row has {size:,} characters, more than {MOST_CHARACTERS:,}"
             raise BadRow("too_large", what)
     except BadRow as bad:
         return bad.at(file, row)
@@ -92,14 +92,14 @@ def record_of(cells: Row | BadRow, shape: Shape, file: int, row: int) -> Record 
 
 
 def _length(text: Text) -> int:
-    """The characters of a text or of the messages of a conversation."""
+    """The number of characters of a text or of a conversation's messages."""
     if isinstance(text, str):
         return len(text)
     return sum(len(message.get("content") or "") for message in text)
 
 
 def _learned(completion: Text) -> tuple[bool, ...] | None:
-    """Which messages of a completion are learned, if one says that it is not."""
+    """The learned messages of a completion; None if all are."""
     for message in () if isinstance(completion, str) else completion:
         if "loss" in message:
             return tuple("loss" not in each for each in completion)
@@ -120,14 +120,14 @@ def _asked(
         raise BadRow(
             "schema",
             f"{', '.join(column for _, column in found)} can only be used when the prompt is a "
-            "conversation: data.wrap=chat makes one of text, "
+            "conversation: data.wrap=chat turns text into one, "
             f"{' '.join(f'--map {name}=' for name, _ in found)} leaves it out",
         )
     if said := read_system(*system):
         if isinstance(given, str):
             cells.wrap.require_unrendered(said, system[1])
         if prompt[0]["role"] == "system":
-            raise BadRow("schema", f"{system[1]!r} is given but the prompt has a system message")
+            raise BadRow("schema", f"{system[1]!r} is given, but the prompt has a system message")
         prompt = ({"role": "system", "content": said}, *prompt)
     return prompt, read_tools(*tools), read_options(*options)
 
@@ -137,8 +137,8 @@ class PromptRows:
     """The prompts of all rows in order, and the rows that cannot be used."""
 
     prompts: list[Prompt] = field(default_factory=list)
-    rejected: list[Rejected] = field(default_factory=list)  # their file: index of the input
-    not_carried: tuple[str, ...] = ()  # columns whose names are those of a table of samples
+    rejected: list[Rejected] = field(default_factory=list)  # `file` is the index of the input
+    not_carried: tuple[str, ...] = ()  # columns named like one of a table of samples
 
     @property
     def rows_in(self) -> int:
@@ -149,9 +149,9 @@ class PromptRows:
 def read_prompts(
     inputs: Sequence[InputFile], mapped: Mapping[str, str], wrap: Wrapping = UNWRAPPED
 ) -> PromptRows:
-    """The prompt of each row as stage 1 reads it, with the columns that are no preference data.
+    """The prompt of each row as stage 1 reads it, with the columns that are not preference data.
 
-    `mapped` gives the user's name of each of our columns, `wrap` the handling of plain text.
+    `mapped` gives the user's name for align's columns, `wrap` the handling of plain text.
     """
     rows = PromptRows()
     clashes: dict[str, None] = {}
@@ -169,7 +169,7 @@ def read_prompts(
                 one = Cells(cells, shape.source, shape.wrap)
                 given = read_prompt_alone(one, shape.declared)
                 prompt, tools, options = _asked(one, shape.declared, given)
-                # A key that only later rows of a JSON file have is carried too.
+                # Keys that only later rows of a JSON file have are carried too.
                 carried = {
                     ours.get(column, column): value
                     for column, value in cells.items()

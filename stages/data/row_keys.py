@@ -27,8 +27,8 @@ class EncodedRow:
     prompt_cut: int
     completions: tuple[list[int], ...]
     cut: tuple[int, ...]
-    learned: tuple[NDArray[np.int16] | None, ...]  # a mask of each completion; None: all is
-    notes: tuple[str, ...] = ()  # what is odd about it, to be counted
+    learned: tuple[NDArray[np.int16] | None, ...]  # a mask per completion; None: all learned
+    notes: tuple[str, ...] = ()  # peculiarities to be counted
 
 
 def key_rows(encoded: Sequence[EncodedRow], *, carried: Sequence[str]) -> Rows:
@@ -42,7 +42,7 @@ def key_rows(encoded: Sequence[EncodedRow], *, carried: Sequence[str]) -> Rows:
         None if mask is None or mask.all() else mask for row in encoded for mask in row.learned
     ]
     digests = [digest_of(content) for content in contents]
-    told = [
+    learned_digests = [
         digest if mask is None else digest_of(bytes_of(content, mask))
         for digest, content, mask in zip(digests, contents, masks, strict=True)
     ]
@@ -52,7 +52,7 @@ def key_rows(encoded: Sequence[EncodedRow], *, carried: Sequence[str]) -> Rows:
     ids = [
         row_digest(
             key_bytes[16 * index : 16 * index + 16] + prompt_bytes[index],
-            told[start:stop],
+            learned_digests[start:stop],
             roles=roles[start:stop],
             scores=score_bytes[8 * start : 8 * stop],
             carried=array("d", record.carried.values()).tobytes(),
@@ -70,7 +70,7 @@ def key_rows(encoded: Sequence[EncodedRow], *, carried: Sequence[str]) -> Rows:
         **{name: np.array([record.carried[name] for record in records]) for name in carried},
     }
     is_several = np.array([mask is not None for mask in masks], np.bool_)
-    branches = {
+    columns = {
         "completion_ids": completions,
         "role": np.frombuffer(roles, np.int8),
         "score": np.frombuffer(scores, np.float64),
@@ -80,7 +80,7 @@ def key_rows(encoded: Sequence[EncodedRow], *, carried: Sequence[str]) -> Rows:
         ),
         "completion_key": keys_of(digests),
     }
-    return Rows.of(rows, branches, offsets)
+    return Rows.of(rows, columns, offsets)
 
 
 def _flat(lists: Sequence[list[int]]) -> tuple[Ragged, list[bytes]]:
@@ -103,7 +103,7 @@ def row_digest(
     scores: bytes,
     carried: bytes,
 ) -> bytes:
-    """A hash of sixteen bytes of the row's content, without its file and row number."""
+    """A 16-byte hash of a row's content, without its file and row number."""
     head = b"%d,%d,%d,%d;" % (len(prompt), len(completion_digests), len(scores), len(carried))
     return digest_of(b"".join((head, prompt, *completion_digests, roles, scores, carried)))
 
@@ -115,14 +115,14 @@ def prompt_keys_of(records: Sequence[Record]) -> NDArray[np.bytes_]:
 
 
 def split_keys_of(prompts: Sequence[Text]) -> NDArray[np.uint64]:
-    """The keys that decide each prompt's side of the held-out split.
+    """The keys that decide whether prompts are held out.
 
-    Prompts that differ in white space, or in the system's message, tools or options, are on one.
+    Prompts that differ only in white space, system message, tools or options have one key.
     """
     keys = bytearray()
     for prompt in prompts:
         text: Any = prompt
-        if not isinstance(prompt, str):  # the system's messages count where there are no others
+        if not isinstance(prompt, str):  # system messages count if there are no others
             text = [each for each in prompt if each["role"] != "system"] or prompt
         content = CONTENT_JSON.encode(_folded(text)).encode()
         keys += blake2b(content, digest_size=8, person=b"align held out").digest()
@@ -130,7 +130,7 @@ def split_keys_of(prompts: Sequence[Text]) -> NDArray[np.uint64]:
 
 
 def _folded(value: Any) -> Any:
-    """The value with each run of white space as one blank, and none at the ends."""
+    """The value with each run of white space as one blank, stripped."""
     if isinstance(value, str):
         return " ".join(value.split())
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The ways to read a part of a row: its prompt, its answers, and which of them is good."""
+"""Readers of the parts of a row: its prompt, its answers, and which of them is good."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from .readers import Row
 
 
 class Cells:
-    """The cells of a row, by our names of its columns."""
+    """The cells of a row, by align's names of its columns."""
 
     def __init__(self, row: Row, source: Mapping[str, str], wrap: Wrapping) -> None:
         self.source, self.wrap = source, wrap
         self._row = row
 
     def __call__(self, name: str) -> tuple[Any, str]:
-        """The value of a cell and the user's name of it; None of a column that is left out.
+        """A cell's value and the user's name of it; None for a column that is left out.
 
-        A name with a dot goes into an object, or into each object of a list.
+        A name with a dot reads a field of an object, or of each object of a list.
         """
         called = self.source.get(name)
         if called is not None:
@@ -57,25 +57,25 @@ class Cells:
         return value, called
 
     def number(self, name: str) -> float | None:
-        """A number, if there is one."""
+        """The number in a cell; None if the cell is empty."""
         value, column = self(name)
         return None if value is None else read_number(value, column)
 
 
 class Read(NamedTuple):
-    """How a part of a row is read, and of which columns."""
+    """A reader of a part of a row, with the columns that it reads."""
 
     how: Callable[..., Any]
     columns: tuple[str, ...]
-    optional: tuple[str, ...] = ()  # further columns that are read where there are some
+    optional: tuple[str, ...] = ()  # more columns, read if they exist
 
     def __call__(self, cells: Cells, *more: Any) -> Any:
-        """What is read of the cells; raises BadRow."""
+        """Reads the cells; raises BadRow."""
         return self.how(cells, *more, *self.columns)
 
 
 def way(how: Callable[..., Any]) -> Callable[..., Read]:
-    """A way to read a part, which the table of shapes gives the names of columns."""
+    """Turns a function into a reader that the table of shapes calls with column names."""
 
     def of(*columns: str, optional: tuple[str, ...] = ()) -> Read:
         return Read(how, columns, optional)
@@ -84,31 +84,31 @@ def way(how: Callable[..., Any]) -> Callable[..., Read]:
 
 
 def forked(first: Text, second: Text, names: Sequence[str]) -> tuple[Text, tuple[Text, Text]]:
-    """What two texts or conversations begin with, and what follows in each."""
+    """The common start of two texts or conversations, and the rest of each."""
     length = shared_length(first, second)
     if not isinstance(first, str) and not isinstance(second, str):
-        # A turn of the assistant that one of them continues is left whole.
+        # A turn of the assistant that one of them continues is not split.
         following = [each[length]["role"] for each in (first, second) if len(each) > length]
         while length and ASSISTANT in following and first[length - 1]["role"] == ASSISTANT:
             length -= 1
     rests = first[length:], second[length:]
     for rest, name in zip(rests, names, strict=False):
         if is_blank(rest):
-            raise BadRow("empty_completion", f"{name!r} is empty behind the common prompt")
+            raise BadRow("empty_completion", f"{name!r} is empty after the common prompt")
     if is_blank(first[:length]):
         raise BadRow("empty_prompt", f"{names[0]!r} and {names[1]!r} share no beginning")
     return first[:length], rests
 
 
 def shared_length(first: Text, second: Text) -> int:
-    """How many messages, or characters up to a blank, two texts share at the start.
+    """The number of messages, or of characters up to a blank, that two texts share at the start.
 
-    The blank itself belongs to the completions, as tokenizers want it.
+    The blank itself belongs to the completions, as tokenizers expect.
     """
     if isinstance(first, str) and isinstance(second, str):
         return _shared_words(first, second)
     if isinstance(first, str) or isinstance(second, str):
-        raise BadRow("schema", "of chosen and rejected one is text, the other a conversation")
+        raise BadRow("schema", "chosen and rejected must both be text, or both conversations")
     pairs = zip(unmarked(first), unmarked(second), strict=False)
     alike = (left == right for left, right in pairs)
     return sum(takewhile(bool, alike))
@@ -137,13 +137,13 @@ def _shared_words(first: str, second: str) -> int:
 
 @way
 def given(cells: Cells, column: str) -> Text:
-    """Text or messages, as they are."""
+    """A prompt of text or messages, as it is."""
     return read_prompt(*cells(column))
 
 
 @way
 def user(cells: Cells, column: str) -> Text:
-    """A user's message where it is text."""
+    """A prompt; text becomes a user's message."""
     value, called = cells(column)
     prompt = read_prompt(value, called)
     if not isinstance(prompt, str):
@@ -155,7 +155,7 @@ def user(cells: Cells, column: str) -> Text:
 
 @way
 def instruction(cells: Cells, column: str, *_: str) -> Text:
-    """The turns before an instruction, and the instruction joined with its input."""
+    """An instruction joined with its input, after the turns before it."""
     (turns, history), (given, about) = cells("history"), cells("input")
     value, called = cells(column)
     asked = read_prompt(value, called)
@@ -172,16 +172,16 @@ def instruction(cells: Cells, column: str, *_: str) -> Text:
 
 @way
 def chat(cells: Cells, column: str) -> Text:
-    """Messages behind which an answer may stand."""
+    """Messages that an answer may follow."""
     messages, called = _messages(cells, column)
     if messages[-1]["role"] == ASSISTANT:
-        raise BadRow("schema", f"{called!r} ends with the assistant: where is the prompt's end?")
+        raise BadRow("schema", f"{called!r} ends with the assistant: end it with a user's message")
     return messages
 
 
 @way
 def all_but_last(cells: Cells, column: str) -> Text:
-    """The messages before the answer, which is the last."""
+    """The messages before the last one, which is the answer."""
     messages, called = _messages(cells, column)
     *before, answer = messages
     if answer["role"] != ASSISTANT or [one["role"] for one in before[-1:]] == [ASSISTANT]:
@@ -205,8 +205,8 @@ def _are_texts(values: Sequence[Any]) -> bool:
     return all(isinstance(value, str) for value in values)
 
 
-def _exchange(asked: str, said: str) -> tuple[Message, Message]:
-    return {"role": "user", "content": asked}, {"role": ASSISTANT, "content": said}
+def _exchange(asked: str, answer: str) -> tuple[Message, Message]:
+    return {"role": "user", "content": asked}, {"role": ASSISTANT, "content": answer}
 
 
 # Answers: (cells, prompt, columns) -> texts
@@ -222,7 +222,7 @@ answers = way(_in_columns)
 
 @way
 def last(cells: Cells, prompt: Text, column: str, *others: str) -> tuple[Text, ...]:
-    """The last message, and the answers in other columns."""
+    """The last message of a column, and the answers in other columns."""
     messages, _ = _messages(cells, column)
     return (messages[-1:], *_in_columns(cells, prompt, *others))
 
@@ -248,10 +248,10 @@ def wholes(cells: Cells, _: None, *columns: str) -> tuple[Text, Text]:
         raise BadRow("schema", f"has {called!r}, which the first rows of the file lack")
     first, second = (read_text(*cells(column)) for column in columns)
     if cells.wrap.is_chat and isinstance(first, str) and isinstance(second, str):
-        # First words that both happen to share would become the prompt.
+        # Words that both happen to start with would become the prompt.
         raise BadRow(
             "schema",
-            f"{' and '.join(columns)} are text, and where their prompt ends is unknown: "
+            f"{' and '.join(columns)} are text, and the end of their prompt is unknown: "
             "data.wrap=chat needs a column of prompts (--map prompt=NAME)",
         )
     return first, second
@@ -259,16 +259,18 @@ def wholes(cells: Cells, _: None, *columns: str) -> tuple[Text, Text]:
 
 @way
 def conversations(cells: Cells, _: None, *columns: str) -> tuple[Text, ...]:
-    """Two conversations with one beginning."""
+    """Two conversations with a common beginning."""
     return tuple(_messages(cells, column)[0] for column in columns)
 
 
 @way
 def exchanges(cells: Cells, _: None, *columns: str) -> tuple[Text, ...]:
-    """Chatbot arena as on Kaggle: lists of what each side said in its turns."""
+    """Chatbot arena as on Kaggle: a list of turns for each side."""
     asked, *said = (_turns(cells, column) for column in ("prompt", *columns))
     if len({len(asked), *map(len, said)}) > 1:
-        raise BadRow("schema", f"'prompt' and {' and '.join(columns)} differ in their turns")
+        raise BadRow(
+            "schema", f"'prompt' and {' and '.join(columns)} have unequal numbers of turns"
+        )
     return tuple(
         tuple(one for turn in zip(asked, turns, strict=True) for one in _exchange(*turn))
         for turns in said
@@ -276,7 +278,7 @@ def exchanges(cells: Cells, _: None, *columns: str) -> tuple[Text, ...]:
 
 
 def _turns(cells: Cells, column: str) -> list[str]:
-    """A list of texts, which may be given as JSON text; a text is a list of one."""
+    """A list of texts, perhaps as JSON text; plain text is a list of one."""
     value, called = cells(column)
     is_one = isinstance(value, str) and not value.lstrip().startswith("[")
     turns = [value] if is_one else read_list(value, called)
@@ -285,7 +287,7 @@ def _turns(cells: Cells, column: str) -> list[str]:
     return turns
 
 
-# Which of two answers is good: (cells, columns) -> how far the first is ahead; 0: a tie
+# Which of two answers is good: (cells, columns) -> the first one's margin; 0: a tie
 
 
 def _labelled(cells: Cells, column: str) -> bool:
@@ -298,15 +300,15 @@ label = way(_labelled)
 
 @way
 def first_if(cells: Cells, column: str) -> float:
-    """A label of the first answer."""
+    """Label: the first answer is the better one."""
     return 1.0 if _labelled(cells, column) else -1.0
 
 
 def second_above(middle: float, most: float = math.inf) -> Callable[..., Read]:
-    """A number at most so far from the middle; above it the second answer is the better one."""
+    """A number within `most` of the middle; above the middle the second answer is better."""
 
     @way
-    def ahead(cells: Cells, column: str) -> float:
+    def margin(cells: Cells, column: str) -> float:
         value, called = cells(column)
         number = read_number(value, called)
         if abs(number - middle) > most:
@@ -314,32 +316,32 @@ def second_above(middle: float, most: float = math.inf) -> Callable[..., Read]:
             raise BadRow("schema", f"{called!r} is not between {limits}: {shown(value)}")
         return middle - number
 
-    return ahead
+    return margin
 
 
 @way
 def higher(cells: Cells, first: str, second: str) -> float:
-    """The scores of both."""
+    """The scores of both answers; the higher one wins."""
     return read_number(*cells(first)) - read_number(*cells(second))
 
 
 @way
 def lower_rank(cells: Cells, column: str) -> float:
-    """The ranks of both."""
+    """The ranks of both answers; the lower one wins."""
     ranks = _numbers(cells, column)
     if len(ranks) != 2:
-        raise BadRow("schema", f"{column!r}: a pair has two answers, and here are {len(ranks)}")
+        raise BadRow("schema", f"{column!r} has {len(ranks)} ranks, but a pair has two answers")
     return ranks[1] - ranks[0]
 
 
 @way
 def winner(cells: Cells, column: str) -> float:
-    """Chatbot arena: the name of the better one's model."""
+    """Chatbot arena: the name of the winning model."""
     value, called = cells(column)
-    ahead = {"model_a": 1.0, "model_b": -1.0, "tie": 0.0, "tie (bothbad)": 0.0, "both_bad": 0.0}
-    if not isinstance(value, str) or value not in ahead:
+    margins = {"model_a": 1.0, "model_b": -1.0, "tie": 0.0, "tie (bothbad)": 0.0, "both_bad": 0.0}
+    if not isinstance(value, str) or value not in margins:
         raise BadRow("schema", f"{called!r} is neither model_a nor model_b: {shown(value)}")
-    return ahead[value]
+    return margins[value]
 
 
 @way
@@ -347,10 +349,10 @@ def flags(cells: Cells, first: str, second: str, tie: str) -> float:
     """Chatbot arena as on Kaggle: a flag for each, and one for a tie."""
     if _labelled(cells, tie):
         return 0.0
-    ahead = float(_labelled(cells, first)) - float(_labelled(cells, second))
-    if not ahead:
-        raise BadRow("schema", f"{first!r} and {second!r} name no winner, or two")
-    return ahead
+    margin = float(_labelled(cells, first)) - float(_labelled(cells, second))
+    if not margin:
+        raise BadRow("schema", f"{first!r} and {second!r} name no winner or two winners")
+    return margin
 
 
 # How good all answers are: (cells, their count, columns) -> scores
@@ -364,7 +366,7 @@ def score(cells: Cells, _: int, column: str) -> tuple[float | None, ...]:
 
 @way
 def of_each(cells: Cells, count: int) -> tuple[float | None, ...]:
-    """Of each candidate; none where the data have no such column yet."""
+    """The score of each candidate; None for each if the data have no scores yet."""
     if "scores" not in cells.source:
         return (None,) * count
     value, called = cells("scores")
@@ -376,7 +378,7 @@ def of_each(cells: Cells, count: int) -> tuple[float | None, ...]:
 
 @way
 def first_field(cells: Cells, _: int, *columns: str) -> tuple[float | None, ...]:
-    """UltraFeedback: a field of each answer, the first that it has."""
+    """UltraFeedback: of several fields, the first one that each answer has."""
     fields = zip(*(read_list(*cells(column)) for column in columns), strict=True)
     values = [next((value for value in found if value is not None), None) for found in fields]
     return tuple(read_number(value, columns[0]) for value in values)
@@ -384,7 +386,7 @@ def first_field(cells: Cells, _: int, *columns: str) -> tuple[float | None, ...]
 
 @way
 def minus_ranks(cells: Cells, _: int, column: str) -> tuple[float, ...]:
-    """The rank below zero, as 1 is the best."""
+    """The negative ranks, because rank 1 is the best."""
     return tuple(-rank for rank in _numbers(cells, column))
 
 

@@ -1,4 +1,4 @@
-"""Every shape of rows that is known, a line each: its prompt, its answers, and which is good."""
+"""The table of known row shapes: prompt, answers, and which answer is good."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .row_parts import (
     user,
 )
 
-# A pair of answers; one answer with a label; all answers of a prompt with scores; one of them.
+# A pair of answers; one labelled answer; all answers of a prompt with scores; one scored answer.
 Kind: TypeAlias = Literal["pair", "label", "scores", "score"]
 OPTIONAL = ("system", "tools", "chat_template_kwargs")  # of conversations, in rows of any shape
 PAIR = (Role.CHOSEN, Role.REJECTED)
@@ -35,37 +35,37 @@ PAIR = (Role.CHOSEN, Role.REJECTED)
 
 @dataclass(frozen=True)
 class DataShape:
-    """A shape of rows, all of whose columns a file of it has."""
+    """A shape of rows; a file of this shape has all of its columns."""
 
     kind: Kind
     name: str
-    prompt: Read | None  # None: what both answers begin with
+    prompt: Read | None  # None: the common beginning of both answers
     answers: Read
-    good: Read | None = None  # or how good; None: the first of a pair, of others nothing says so
-    having: tuple[str, ...] = ()  # columns that it has as well
+    good: Read | None = None  # which or how good; None: the first of a pair, else unknown
+    having: tuple[str, ...] = ()  # more columns that the shape must have
     scores: tuple[str, ...] = ()  # columns of scores that it may have
-    tools: str = "tools"  # where they stand
-    margin: str = ""  # the name of how far the better answer is ahead, if that is kept
+    tools: str = "tools"  # the column of tools
+    margin: str = ""  # the column for the better answer's margin, if it is kept
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that a file of it has."""
+        """The columns that a file of this shape has."""
         parts = [one.columns for one in (self.prompt, self.answers, self.good) if one]
         named = (name.partition(".")[0] for part in parts for name in part)
         return tuple(dict.fromkeys((*named, *self.having)))
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """Further columns that it reads where a file has them."""
+        """More columns that are read if a file has them."""
         return tuple(name for one in (self.prompt, self.answers) if one for name in one.optional)
 
     @property
     def is_long(self) -> bool:
-        """Whether scored completions of one prompt stand in rows that are to be joined."""
+        """Whether a prompt's scored completions are in rows of their own, to be joined."""
         return self.kind == "score"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Another process finds it in its own table: the ways to read it cannot be sent."""
+        """Pickles its place in the table, because its readers cannot be pickled."""
         return _of_table, (SHAPES.index(self),)
 
 
@@ -136,28 +136,28 @@ class Shape:
     """The shape of a run's rows, and the columns they are read from."""
 
     declared: DataShape
-    source: Mapping[str, str]  # our column: the user's column
-    optional: tuple[str, ...] = ()  # optional columns that a file has, by our names
-    carried: tuple[str, ...] = ()  # numeric columns kept with each row, by our names
-    unread: tuple[str, ...] = ()  # the user's columns that nothing reads
-    wrap: Wrapping = UNWRAPPED  # what becomes of plain text
+    source: Mapping[str, str]  # align's column: the user's column
+    optional: tuple[str, ...] = ()  # optional columns that a file has, by align's names
+    carried: tuple[str, ...] = ()  # numeric columns kept with each row, by align's names
+    unread: tuple[str, ...] = ()  # the user's columns that are not read
+    wrap: Wrapping = UNWRAPPED  # the handling of plain text
 
     @property
     def name(self) -> str:
-        """The name of its line in the table."""
+        """The name of the shape in the table."""
         return self.declared.name
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The user's columns to read, where a file has them."""
+        """The user's columns to read, if a file has them."""
         return tuple(self.source.values())
 
     @property
     def read_as(self) -> str:
-        """Which of the user's columns are read as what, in one line."""
+        """One line with the use of each of the user's columns."""
         one = self.declared
         beside = [name for name in one.optional if name in self.optional]
-        asked = (*one.prompt.columns, *beside) if one.prompt else ("what both begin with",)
+        asked = (*one.prompt.columns, *beside) if one.prompt else ("their common beginning",)
         read: dict[str, tuple[str, ...]] = {"prompt": asked}
         if one.kind == "pair" and not one.good:
             read["chosen"], read["rejected"] = ((column,) for column in one.answers.columns)
@@ -179,44 +179,44 @@ class Shape:
         return f"{one.name} rows: {', '.join(lines)}{self._other_winner()}"
 
     def _called(self, column: str) -> str:
-        """The user's name of a column, which may have a dot."""
+        """The user's name of a column; the name may have a dot."""
         head, dot, key = column.partition(".")
         return self.source.get(head, head) + dot + key
 
     def _other_winner(self) -> str:
-        """Names a second column that says which answer is good, where a file has two."""
+        """Names the unused column, if a file has two that tell the good answer."""
         one = self.declared
         for other in SHAPES:
             if one.good and other.good and other != one and replace(other, good=one.good) == one:
                 for column in {*other.good.columns} & {*self.unread}:
-                    return f" (and not {column}, which --map {one.good.columns[0]}= takes)"
+                    return f" (not {column}: --map {one.good.columns[0]}= would use it instead)"
         return ""
 
     @property
     def lacks_scores(self) -> bool:
-        """Whether nothing says which completions are good."""
+        """Whether no column tells which completions are good."""
         is_missing = any(name not in self.source for name in self.declared.scores)
         is_scored = self.declared.kind in ("scores", "score")
         return is_scored and (is_missing or self.declared.good is None)
 
 
-# A prompt and its completions, their roles, their scores, and how far the chosen one is ahead.
+# A prompt and its completions, their roles, their scores, and the chosen one's margin.
 Found: TypeAlias = (
     "tuple[Text, tuple[Text, ...], tuple[Role, ...], tuple[float | None, ...], float]"
 )
 
 
 def read_row(cells: Cells, one: DataShape) -> Found:
-    """What a row says in this shape; raises BadRow."""
+    """The values of a row in this shape; raises BadRow."""
     if one.kind == "pair":
-        ahead = one.good(cells) if one.good else 1.0
-        if ahead == 0:
+        margin = one.good(cells) if one.good else 1.0
+        if margin == 0:
             raise BadRow("tie", f"{' and '.join(one.answers.columns)}: a tie has no chosen answer")
         prompt, answers = _read_pair(cells, one)
         scores = tuple(map(cells.number, one.scores)) or (None, None)
-        if ahead < 0:
+        if margin < 0:
             answers, scores = answers[::-1], scores[::-1]
-        return prompt, answers, PAIR, scores, abs(ahead)
+        return prompt, answers, PAIR, scores, abs(margin)
     assert one.prompt
     prompt = one.prompt(cells)
     answers = one.answers(cells, prompt)
@@ -229,7 +229,7 @@ def read_row(cells: Cells, one: DataShape) -> Found:
 
 
 def read_prompt_alone(cells: Cells, one: DataShape) -> Text:
-    """The prompt of a row as `read_row` reads it, whichever of its answers is good."""
+    """The prompt of a row as `read_row` reads it, without reading which answer is good."""
     if one.prompt is None:
         return _read_pair(cells, one)[0]
     prompt: Text = one.prompt(cells)
@@ -249,7 +249,7 @@ def _read_pair(cells: Cells, one: DataShape) -> tuple[Text, tuple[Text, ...]]:
 def _said_again(
     cells: Cells, shape: DataShape, prompt: Text
 ) -> tuple[Text, tuple[Text, ...]] | None:
-    """The beginning and the ends of two whole conversations in which a prompt of text is said."""
+    """The common start and the ends of two whole conversations that contain a prompt of text."""
     if not isinstance(prompt, str):
         return None
     found = [cells(name) for name in shape.answers.columns]
@@ -265,7 +265,7 @@ def _said_again(
     if prompt.strip() not in said:
         raise BadRow(
             "schema",
-            f"{cells('prompt')[1]!r} is text, which no user says in what {found[0][1]!r} and "
-            f"{found[1][1]!r} begin with: --map prompt= leaves it out and takes that beginning",
+            f"{cells('prompt')[1]!r} is text that no user's message at the start of "
+            f"{found[0][1]!r} and {found[1][1]!r} holds: --map prompt= uses that start instead",
         )
     return begun, ends

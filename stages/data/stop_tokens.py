@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Added:
-    """The added tokens of a vocabulary, which are never split: their texts by id."""
+    """The added tokens of a vocabulary, which are never split, as texts by id."""
 
     texts: Mapping[int, str]
-    special: frozenset[int]  # those that are not text and do not begin a sequence
+    special: frozenset[int]  # tokens that are not text and do not begin a sequence
 
     @staticmethod
     def of(hf: Any) -> Added:
@@ -39,15 +39,15 @@ class Added:
 def find_stops(hf: Any, backend: Tokenizer, added: Added, chat: ChatTemplate | None) -> Stops:
     """The stop tokens, detected by rendering turns of an assistant.
 
-    A template may write its stop at the end of a turn, or only as the head of the next one.
-    If it writes none, the tokenizer's EOS is used.
+    A template writes its stop at the end of a turn, or only at the head of the next one. Without
+    either, the stop is the tokenizer's EOS.
     """
     eos = Stop(hf.eos_token_id, hf.eos_token, "tokenizer")
     if chat is None:
         return Stops(eos, None, None)
 
     def written(*turns: Message, reply: Message) -> tuple[list[int], int | None]:
-        """The added tokens that end the turns, and the special token that then heads a reply."""
+        """The added tokens that end the turns, and the special token that heads a reply to them."""
         text, replied = chat.probe(turns), chat.probe((*turns, reply))
         if MARK not in text:
             return [], None
@@ -72,7 +72,7 @@ def find_stops(hf: Any, backend: Tokenizer, added: Added, chat: ChatTemplate | N
     special = [token for token in run if token in added.special]
     token = next(iter(special or run), head)
     turn = eos if token is None else Stop(token, added.texts[token], "template")
-    # A tool call contains special tokens itself, so the last one is its stop.
+    # A tool call contains special tokens itself: the last one is its stop.
     for arguments in ({"query": MARK}, f'{{"query": "{MARK}"}}'):
         run, head = written(USER, made_up_call(arguments), reply=FOUND)
         special = [token for token in run if token in added.special]
@@ -82,18 +82,15 @@ def find_stops(hf: Any, backend: Tokenizer, added: Added, chat: ChatTemplate | N
     return Stops(eos, turn, turn)
 
 
-class Endings:
-    """The rule that ends every completion with exactly one stop token."""
+class StopRule:
+    """Ends every completion with exactly one stop token."""
 
     def __init__(self, stops: Stops, added: Added) -> None:
         self._stops = stops
         self._added = added
 
     def end(self, ids: list[int], completion: Text, text: str, encoding: Encoding) -> list[int]:
-        """The ids, which are the last ones of the encoding of `text`, with their stop.
-
-        What follows the stop is dropped.
-        """
+        """The ids, the last ones of the encoding of `text`, up to their stop and with it."""
         if self._stops.text is None:
             return ids
         stop, known, said = self._stops.text, {self._stops.text.token}, None
@@ -103,7 +100,7 @@ class Endings:
             said = str(completion[-1].get("content") or "").rstrip()
         at, other = self._run(ids, known, text, encoding, len(encoding) - len(ids))
         if at is None and other is not None and said is not None:
-            # The template ends only some turns so, unless the data's own text does.
+            # The template ends only some turns in this way, unless the data's text does.
             at = None if said.endswith(self._added.texts[ids[other]]) else other
         token, end = (stop.token, len(ids)) if at is None else (ids[at], at)
         while end and ids[end - 1] in self._stops.tokens:
@@ -111,9 +108,9 @@ class Endings:
         return [*ids[:end], token]
 
     def turn_end(self, ids: list[int], start: int, stop: int, text: str, encoding: Encoding) -> int:
-        """Where a turn that others follow ends: behind its stop, or before the blanks at its end.
+        """The end of a turn that others follow: after its stop, or before its trailing blanks.
 
-        `ids` are the last ones of the encoding of `text`. A stop right behind the turn is its own.
+        `ids` are the last ones of the encoding of `text`. A stop right after a turn belongs to it.
         """
         first = len(encoding) - len(ids)
         at, _ = self._run(ids[:stop], self._stops.written, text, encoding, first)
@@ -130,7 +127,7 @@ class Endings:
     ) -> tuple[int | None, int | None]:
         """Indices of the first stop and of the last other special token at the end of the ids.
 
-        They are those of the encoding from its token `first` on.
+        `ids` are the encoding's tokens from `first` on.
         """
         stop = other = None
         for at in reversed(range(len(ids))):
@@ -152,5 +149,5 @@ def characters_of(encoding: Encoding, token: int, text: str) -> str:
 def span_of(encoding: Encoding, token: int) -> tuple[int, int]:
     """The start and the end of a token in characters."""
     span = encoding.token_to_chars(token)
-    assert span is not None  # only post-processors add tokens without characters
+    assert span is not None  # only a post-processor adds tokens without characters
     return int(span[0]), int(span[1])

@@ -37,7 +37,7 @@ class TextTokenizer:
     backend: Tokenizer  # no truncation, no padding, no post-processing
     hf: Any  # the transformers tokenizer
     bos: int | None
-    adds_bos: bool  # whether a text without BOS is given one
+    adds_bos: bool  # whether a text without BOS gets one
     stops: Stops
     added: Added
     chat: ChatTemplate | None
@@ -53,7 +53,7 @@ class TextTokenizer:
         """The chat template; refuses a tokenizer without one, and one that cannot be used."""
         if self.chat is None:
             raise UsageError(
-                f"{self.folder}: {why} and the tokenizer has no chat template. "
+                f"{self.folder}: {why}, but the tokenizer has no chat template. "
                 "Pass --set tokens.chat_template=FILE.jinja, or use a model with a template."
             )
         if self.chat.fault:
@@ -61,7 +61,7 @@ class TextTokenizer:
         return self.chat
 
     def wrapping(self, setting: str) -> Wrapping:
-        """The handling of plain text under `data.wrap`, which may need the chat template."""
+        """The handling of plain text under `data.wrap`; chat needs the chat template."""
         wrap = Wrapping.of(setting)
         if not wrap.is_chat:
             return wrap
@@ -74,25 +74,25 @@ class TextTokenizer:
         return self.chat.fit(record) if self.chat else record
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included."""
+        """The text of tokens, with special tokens."""
         text: str = self.hf.decode(list(ids), skip_special_tokens=False)
         return text
 
     def continuation(self, ids: Sequence[int]) -> str:
         """The text of tokens that follow others."""
-        # Some decoders drop a blank at the very start: put something before it.
+        # Some decoders drop a blank at the very start: decode it after another token.
         anchor = self.backend.encode("a", add_special_tokens=False).ids
         return self.decode([*anchor, *ids])[len(self.decode(anchor)) :]
 
 
 def load_tokenizer(folder: str, options: TokenOptions) -> TextTokenizer:
-    """The tokenizer in `folder`, which has to be a fast one."""
+    """The tokenizer in `folder`; it must be a fast one."""
     if not Path(folder).is_dir():
         raise UsageError(
             f"{folder}: no such model folder. Pass --model DIR, set ALIGN_MODEL, "
             "or set model.path in align.yaml."
         )
-    files = f"{folder}: no tokenizer can be loaded from its {CONFIG} and tokenizer.json"
+    files = f"{folder}: its {CONFIG} and tokenizer.json cannot be loaded"
     again = "Save the model's tokenizer beside its weights again."
     with collector_paused(), as_usage_error(files, again):
         hf: Any = AutoTokenizer.from_pretrained(
@@ -115,12 +115,12 @@ def load_tokenizer(folder: str, options: TokenOptions) -> TextTokenizer:
                 f"{folder}: tokens.bos is 'always' but the tokenizer has no BOS token."
             )
         is_own = hf.bos_token_id is not None and hf("a")["input_ids"][:1] == [hf.bos_token_id]
-        # Modified and not copied: a large vocabulary would take as much memory again.
+        # Modified in place: a copy of a large vocabulary would double its memory.
         backend.no_truncation()
         backend.no_padding()
-        if getattr(backend.model, "dropout", None):  # which draws other tokens each time
+        if getattr(backend.model, "dropout", None):  # BPE dropout makes tokens random
             backend.model.dropout = None
-        # Post-processors trim offsets and add special tokens: both hide where a completion begins.
+        # Post-processors trim offsets and add special tokens: both hide the completion's start.
         backend.post_processor = None
         chat, added = _chat_template(hf, options, folder), Added.of(hf)
         never = Stops(None, None, None)
@@ -155,7 +155,7 @@ def _chat_template(hf: Any, options: TokenOptions, folder: str) -> ChatTemplate 
 
 
 def tokenizer_fingerprint(tokenizer: TextTokenizer) -> dict[str, str]:
-    """Digests of everything that turns text into ids."""
+    """Digests of everything that decides the ids of a text."""
 
     def digest(text: str) -> str:
         return hashlib.sha256(text.encode()).hexdigest()
@@ -171,9 +171,9 @@ def tokenizer_fingerprint(tokenizer: TextTokenizer) -> dict[str, str]:
 
 
 def decoder(model: str, stops: Collection[int]) -> Decode:
-    """A decoder of token ids of a model's folder, without the stop tokens.
+    """A decoder of token ids with a model folder's tokenizer, without stop tokens.
 
-    A BOS is left out where the tokenizer adds one itself, so that text comes to the same ids.
+    A BOS is left out if the tokenizer adds one, so that the text encodes to the same ids.
     """
     tokenizer = load_tokenizer(model, TokenOptions(eos="never"))
 
@@ -189,7 +189,7 @@ def decoder(model: str, stops: Collection[int]) -> Decode:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Disables garbage collection, which would look again and again at objects that are kept."""
+    """Disables garbage collection, which would scan objects that are kept again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -153,10 +153,10 @@ class DeepSpeedEngine:
     def forward(self, trees: Sequence[Tree]) -> Mapping[str, Tensor]:
         """Outputs of the policy for every completion token, in the order tree, branch, token.
 
-        `logps` (T,) float32; also `values` and `purity`, (T,) each, if the policy was loaded with
-        them. Of a reward model `logps` are the branches' scores, (branches,). Where experts
-        are balanced also `routing`, sums over all tokens: (layers, 2 * experts + 1) float64. All
-        ranks call it together. No trees: empty tensors that still carry a (zero) gradient.
+        `logps` (T,) float32; `values` and `collision_logps`, (T,) each, if the policy has them. For
+        a reward model `logps` are scores, (branches,). With balanced experts also `routing`, sums
+        over all tokens: (layers, 2 * experts + 1) float64. All ranks call this together. Without
+        trees, the tensors are empty and still carry a (zero) gradient.
         """
         names: tuple[str, ...] = self._engine.module.output_names
         return dict(zip(names, self._engine(tuple(trees)), strict=True))

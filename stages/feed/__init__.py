@@ -1,1 +1,1 @@
-"""A finished cache to the steps a trainer runs: which rows, in which order, on which rank."""
+"""Turns a finished cache into training steps: rows, their order, and their rank."""

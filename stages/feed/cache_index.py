@@ -1,4 +1,4 @@
-"""The narrow columns of a cache: kinds and lengths of its rows, and which of them are held out."""
+"""Reads the narrow columns of a cache: kinds and lengths of rows, and which are held out."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from .file_weights import Draws
 
 COLUMNS = ("prompt_tokens", "split_key", "role", "num_tokens", "score")
-SOURCE = "source"  # the data file of a row, and its number there
-SCORES = "scores"  # the key of missing scores; no column of the data has this name
+SOURCE = "source"  # the column with a row's data file and its number there
+SCORES = "scores"  # the key of missing scores; no data column has this name
 Check: TypeAlias = Callable[[Cache, Shard], None]
 
 
 def unchecked(_: Cache, __: Shard) -> None:
-    """No check, for a process on whose machine another one checks the shards."""
+    """No check, for a process whose machine has another one that checks the shards."""
 
 
 class ShardColumns:
-    """The narrow columns of shards, each shard checked before it is first read."""
+    """Reads narrow columns of shards; each shard is checked before its first read."""
 
     def __init__(self, check: Check) -> None:
         self._check = check
@@ -59,17 +59,17 @@ class ShardColumns:
 
 @dataclass(frozen=True)
 class ReadRows:
-    """The rows of some row groups that a method reads."""
+    """The rows that a method reads from some row groups."""
 
     table: RowTable
     is_held_out: NDArray[np.bool_]  # (rows,)
-    files: NDArray[np.int16]  # (rows,) the index of each one's data file, where it is asked for
-    num_good: NDArray[np.int32]  # (rows,) chosen or desirable branches
-    num_bad: NDArray[np.int32]  # (rows,) rejected or undesirable ones
+    files: NDArray[np.int16]  # (rows,) index of the data file, if files have weights
+    num_good: NDArray[np.int32]  # (rows,) chosen or desirable completions
+    num_bad: NDArray[np.int32]  # (rows,) rejected or undesirable completions
     kinds: dict[StoredKind, KindCounts]  # of the stored rows, read or not
-    missing: dict[str, int]  # rows that lack a number that the method needs, by its name
-    num_partners: int  # mismatched partners of each branch
-    longest: int  # most tokens of a prompt and one completion after it, as the method reads them
+    missing: dict[str, int]  # rows without a number that the method needs, by the number's name
+    num_partners: int  # KL partners of each completion
+    longest: int  # most tokens of a prompt and one completion, as the method reads them
 
 
 def columns_of(spec: ReadSpec) -> tuple[str, ...]:
@@ -84,15 +84,15 @@ def read_table(
     source: str,
     files: Sequence[str] = (),
 ) -> ReadRows:
-    """The rows of columns of row groups of these sizes; the table may be a slice of another.
+    """The rows in columns of row groups with these sizes; the table may be a slice of another.
 
-    `files` are the data files as the rows name them, where they have weights.
+    `files` are the identities of the data files, if files have weights.
     """
     prompt_lengths, keys = (number_column(columns, name) for name in ("prompt_tokens", "split_key"))
     tokens, roles = list_column(columns, "num_tokens"), list_column(columns, "role")
     scores = list_column(columns, "score")
     if not all(np.array_equal(roles.offsets, other.offsets) for other in (tokens, scores)):
-        raise CorruptionError(f"{source} has lists over branches of different lengths.")
+        raise CorruptionError(f"{source} has lists of different lengths for its completions.")
     picked, mismatched, kinds = select(
         roles.values, scores.values, roles.offsets, spec=spec, source=source, split_keys=keys
     )
@@ -110,7 +110,7 @@ def read_table(
         own_tokens=_sums(lengths[:, 0], offsets),
         learned_tokens=_sums(learned, offsets),
         chosen_tokens=_sums(learned * is_good, offsets),
-        branch_offsets=offsets,
+        completion_offsets=offsets,
         mismatched_tokens=lengths[:, 1:],
     )
 
@@ -142,7 +142,7 @@ def read_table(
 
 
 def _sums(values: NDArray[np.generic], offsets: NDArray[np.int64]) -> NDArray[np.int32]:
-    """The sum of each row's branches."""
+    """The sum over each row's completions."""
     return np.diff(offsets_of(values)[offsets]).astype(np.int32)
 
 
@@ -151,42 +151,42 @@ _PER_ROW = ("index_in_group", "prompt_tokens", "own_tokens", "learned_tokens", "
 
 @dataclass(frozen=True)
 class RowSizes:
-    """Lengths of rows: 28 bytes a row, 4 a mismatched branch."""
+    """Lengths of rows, in 28 bytes per row and 4 per KL completion."""
 
-    index_in_group: NDArray[np.int32]  # (rows,) of the row group as it is read
+    index_in_group: NDArray[np.int32]  # (rows,) among the rows read from the row group
     prompt_tokens: NDArray[np.int32]  # (rows,)
     own_tokens: NDArray[np.int32]  # (rows,) of completions
-    learned_tokens: NDArray[np.int32]  # (rows,) those of them that are learned
-    chosen_tokens: NDArray[np.int32]  # (rows,) learned, of chosen or desirable ones
-    branch_offsets: NDArray[np.int64]  # (rows + 1,) into the own branches
-    mismatched_tokens: NDArray[np.int32]  # (branches, partners)
+    learned_tokens: NDArray[np.int32]  # (rows,) of completions
+    chosen_tokens: NDArray[np.int32]  # (rows,) learned, of chosen or desirable completions
+    completion_offsets: NDArray[np.int64]  # (rows + 1,) into the own completions
+    mismatched_tokens: NDArray[np.int32]  # (completions, partners)
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
 
     def take(self, rows: NDArray[np.int64]) -> RowSizes:
         """The lengths of these rows."""
-        counts = np.diff(self.branch_offsets)[rows]
-        branches = joined_ranges(self.branch_offsets[rows], counts)
+        counts = np.diff(self.completion_offsets)[rows]
+        completions = joined_ranges(self.completion_offsets[rows], counts)
         per_row = {name: getattr(self, name)[rows] for name in _PER_ROW}
         return RowSizes(
             **per_row,
-            branch_offsets=offsets_of(counts),
-            mismatched_tokens=self.mismatched_tokens[branches],
+            completion_offsets=offsets_of(counts),
+            mismatched_tokens=self.mismatched_tokens[completions],
         )
 
     @staticmethod
     def concat(parts: Sequence[RowSizes]) -> RowSizes:
-        """The lengths of the rows of several, in order."""
+        """The lengths of all parts' rows, in order."""
         joined = {
             name: np.concatenate([getattr(part, name) for part in parts])
             for name in (*_PER_ROW, "mismatched_tokens")
         }
-        counts = np.concatenate([np.diff(part.branch_offsets) for part in parts])
-        return RowSizes(**joined, branch_offsets=offsets_of(counts))
+        counts = np.concatenate([np.diff(part.completion_offsets) for part in parts])
+        return RowSizes(**joined, completion_offsets=offsets_of(counts))
 
     def tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The tokens of each of these rows, with its own completions."""
+        """The tokens of each of these rows: its prompt and own completions."""
         return self.prompt_tokens[rows].astype(np.int64) + self.own_tokens[rows]
 
 
@@ -196,34 +196,34 @@ class RowTable:
 
     group_offsets: NDArray[np.int64]  # (row groups + 1,) into the rows
     sizes: RowSizes
-    draws: Draws | None = None  # of an epoch; None: every row once
+    draws: Draws | None = None  # in an epoch; None: every row once
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     @property
     def rows_per_epoch(self) -> int:
-        """The number of rows that an epoch draws, a row counted as often as it is drawn."""
+        """The number of draws in an epoch; a row counts as often as it is drawn."""
         return len(self) if self.draws is None else len(self.draws)
 
     @property
     def num_partners(self) -> int:
-        """The number of mismatched partners of each branch."""
+        """The number of KL partners of each completion."""
         return int(self.sizes.mismatched_tokens.shape[1])
 
     def group_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of the row group that each row is stored in."""
+        """The number of each row's row group."""
         return np.searchsorted(self.group_offsets, rows, side="right") - 1
 
-    def num_branches(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of own branches of each row."""
-        return self.sizes.branch_offsets[rows + 1] - self.sizes.branch_offsets[rows]
+    def num_completions(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The number of own completions of each row."""
+        return self.sizes.completion_offsets[rows + 1] - self.sizes.completion_offsets[rows]
 
     def size_of(self, rows: NDArray[np.int64]) -> StepSize:
         """The size of a step of these rows."""
         return StepSize(
             rows=len(rows),
-            branches=int(self.num_branches(rows).sum()),
+            completions=int(self.num_completions(rows).sum()),
             tokens=int(self.sizes.learned_tokens[rows].sum(dtype=np.int64)),
             chosen_tokens=int(self.sizes.chosen_tokens[rows].sum(dtype=np.int64)),
         )
@@ -234,11 +234,11 @@ class RowTable:
 
     @staticmethod
     def concat(tables: Sequence[RowTable], *, num_partners: int) -> RowTable:
-        """The tables of consecutive row groups as one; there may be none."""
+        """One table of consecutive row groups; `tables` may be empty."""
         none = np.empty(0, dtype=np.int64)
         no_rows = RowSizes(
             **dict.fromkeys(_PER_ROW, none.astype(np.int32)),
-            branch_offsets=offsets_of(none),
+            completion_offsets=offsets_of(none),
             mismatched_tokens=np.empty((0, num_partners), np.int32),
         )
         groups = [np.diff(table.group_offsets) for table in tables]

@@ -1,11 +1,11 @@
 """The order of an epoch's rows, computed by arithmetic, without an array of all rows.
 
-Row groups are permuted and taken in windows; inside a window rows are permuted. So a reader keeps
-one window, and finding the row at a position costs a search among the windows and one window's
-sort.
+Row groups are permuted and taken in windows, and rows are permuted inside a window. So a reader
+keeps one window in memory. Finding the row at a position takes a search among the windows and a
+sort of one window.
 
-Generators change between versions of numpy; these integer operations do not. They permute the
-64-bit numbers, so no two share a hash and every sort gives one order.
+The hash uses integer operations, because numpy's generators change between versions. It permutes
+the 64-bit numbers, so no two rows share a hash and every sort gives the same order.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ ROW_GROUPS_PER_WINDOW = 16  # 8192 rows or 8 Mi tokens at most
 
 @dataclass(frozen=True)
 class Order:
-    """Rows by position; row numbers count through the row groups as they are stored."""
+    """Row numbers by position; rows are numbered in stored order."""
 
     group_offsets: NDArray[np.int64]  # (row groups + 1,) row numbers
     groups: NDArray[np.int64]  # the row groups that are not empty, in reading order
     window_offsets: NDArray[np.int64]  # (windows + 1,) positions
     key: int | None  # permutes the rows inside windows; None: stored order
-    times: NDArray[np.int64] | None = None  # (rows,) how often each is drawn; None: once
+    times: NDArray[np.int64] | None = None  # (rows,) draws of each row; None: one
 
     def __len__(self) -> int:
         return int(self.window_offsets[-1])
@@ -53,7 +53,7 @@ class Order:
         rows = joined_ranges(self.group_offsets[groups], np.diff(self.group_offsets)[groups])
         if self.times is None:
             return rows if self.key is None else shuffled(rows, self.key)
-        # Numbers beyond the rows' own: as equal ones, the draws of a row would stay together.
+        # Each draw gets a number of its own: equal numbers would keep a row's draws together.
         count = int(self.group_offsets[-1])
         nth = joined_ranges(np.zeros(len(rows), dtype=np.int64), self.times[rows])
         draws = np.repeat(rows, self.times[rows]) + count * nth
@@ -78,7 +78,7 @@ def shuffled_order(
 ) -> Order:
     """The order of one epoch, which depends on the row groups, the draws and the seed only.
 
-    `times`: how often each row is drawn, where it is not once.
+    `times` is the number of draws of each row; None: one.
     """
     key = key_of("order of rows", seed, epoch)
     drawn = group_offsets if times is None else offsets_of(times)[group_offsets]
@@ -113,7 +113,7 @@ def key_of(*parts: str | int) -> int:
 
 
 def shuffled(numbers: NDArray[np.int64], key: int) -> NDArray[np.int64]:
-    """The numbers, permuted in an order that depends on them and the key only."""
+    """The numbers in an order that depends only on them and the key."""
     return numbers[np.argsort(mixed(numbers, key))]
 
 

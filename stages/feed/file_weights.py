@@ -1,8 +1,8 @@
-"""Weights of data files: how often the rows of each are drawn in an epoch.
+"""Weights of data files: the number of draws of each file's rows in an epoch.
 
-The rows of a file are drawn its weight times their number in an epoch, rounded to a whole number.
-Whole turns draw every row as often; what is left over goes on, epoch after epoch, in one order of
-the file's rows. So at a weight of 0.5 two epochs draw every row once.
+An epoch draws a file's number of rows times its weight, rounded. Every row is drawn equally often,
+and the remaining draws continue through one order of the file's rows from epoch to epoch. So at a
+weight of 0.5, two epochs draw every row once.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Draws:
 
     @staticmethod
     def of(file_of: NDArray[np.int16], weights: Sequence[float]) -> Draws:
-        """The draws that follow from weights; half a draw is one."""
+        """The draws for these weights; half a draw is rounded up."""
         counts = np.bincount(file_of, minlength=len(weights)).tolist()
-        # Of the decimals that were written: as binary fractions, 0.1 times 5 is more than a half.
+        # Computed in decimals: in binary fractions, 0.1 times 5 is more than a half.
         exact = [Fraction(repr(weight)) * n for weight, n in zip(weights, counts, strict=True)]
         return Draws(file_of, tuple(math.floor(draws + Fraction(1, 2)) for draws in exact))
 
@@ -42,7 +42,7 @@ class Draws:
         return sum(self.per_epoch)
 
     def times(self, *, seed: int, epoch: int) -> NDArray[np.int64]:
-        """How often each row is drawn in an epoch, (rows,)."""
+        """The number of draws of each row in an epoch, (rows,)."""
         times = np.zeros(len(self.file_of), dtype=np.int64)
         for file, draws in enumerate(self.per_epoch):
             rows = np.flatnonzero(self.file_of == file)
@@ -56,22 +56,22 @@ class Draws:
 
 
 def weights_of(inputs: Sequence[InputEntry], given: Mapping[str, float]) -> tuple[float, ...]:
-    """The weight of each file, given by its name or by what precedes the dot in it; else 1."""
+    """The weight of each file, given by its name with or without the ending; 1 by default."""
     there = ", ".join(entry.name for entry in inputs)
     weights: dict[int, float] = {}
     for name, weight in given.items():
         if not 0 <= weight <= HEAVIEST:
             raise UsageError(
-                f"{SETTING} gives {name} the weight {weight:g}; it must be from 0 to "
-                f"{HEAVIEST:g}: how often each of its rows is drawn in an epoch."
+                f"{SETTING} gives {name} the weight {weight:g}. Set the draws of each row in an "
+                f"epoch from 0 to {HEAVIEST:g}."
             )
         exact = [index for index, entry in enumerate(inputs) if entry.name == name]
         stems = [n for n, entry in enumerate(inputs) if entry.name.partition(".")[0] == name]
         index, *others = exact or stems or [-1]
         if index < 0 or others:
             alike = ", ".join(inputs[one].name for one in (index, *others))
-            what = f"may be each of {alike}" if others else "is no file of the cache"
-            raise UsageError(f"{SETTING}: {name} {what}. Files of the cache: {there}.")
+            what = f"may mean any of {alike}" if others else "is not a file of the cache"
+            raise UsageError(f"{SETTING}: {name} {what}. Use one of its files: {there}.")
         if index in weights:
             raise UsageError(f"{SETTING} names {inputs[index].name} twice. Name it once.")
         weights[index] = weight
@@ -81,6 +81,6 @@ def weights_of(inputs: Sequence[InputEntry], given: Mapping[str, float]) -> tupl
         if by_content.setdefault(entry.identity, weight) != weight:
             raise UsageError(
                 f"{SETTING}: {entry.name} has the same content as another file of the cache, so "
-                "its rows cannot be told apart. Give both the same weight."
+                "their rows cannot be distinguished. Give both the same weight."
             )
     return found

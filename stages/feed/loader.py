@@ -1,8 +1,8 @@
 """The feed of the training loop: the batches of each step, read in a background thread.
 
-Rows are kept in memory until their steps have run. A micro-batch keeps its rows in step order. So
-its branches' step indices ascend, and with one rank and a large budget it is the step itself: the
-assignment decides where a row runs, never the order in which rows are summed.
+Rows stay in memory until their steps have run. A micro-batch keeps its rows in step order, so the
+assignment decides where a row runs, but never the order in which rows are summed. With one rank and
+a large budget, the micro-batch is the step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Steps = AbstractContextManager[Iterator[StepBatch]]
 
 @dataclass(frozen=True)
 class CacheFeed:
-    """The batches of training rows, and of rows held out of them or from another cache."""
+    """The batches of training rows, and of evaluation rows, held out or from another cache."""
 
     source: TrainSource
     held_out_source: TrainSource
@@ -60,7 +60,7 @@ class CacheFeed:
         return steps_in(self.settings.epochs, self.steps_per_epoch)
 
     def rows_seen(self, steps: int) -> int:
-        """The rows of so many steps, over all epochs."""
+        """The number of rows in so many steps, over all epochs."""
         return rows_seen(steps, self.source.train.rows_per_epoch, self.settings.batch_size)
 
     @property
@@ -73,7 +73,7 @@ class CacheFeed:
         return evaluation_pass(self.held_out_source.held_out, self.settings).size()
 
     def steps(self, done: int) -> Steps:
-        """This rank's batches after so many steps, to the end of the last epoch."""
+        """This rank's batches from step `done` to the end of the last epoch."""
         table, settings = self.source.train, self.settings
         begun, first = divmod(done, self.steps_per_epoch)
         epochs = range(begun, math.ceil(settings.epochs))
@@ -87,9 +87,9 @@ class CacheFeed:
         return _streamed(source, passes, 0, settings.world.rank)
 
     def cut(self, batch: StepBatch, tokens: int) -> StepBatch:
-        """A batch of a single rank in micro-batches of at most so many tokens.
+        """A single rank's batch, cut into micro-batches of at most so many tokens.
 
-        They are those that it would have been planned in: the loss is the same.
+        They equal the micro-batches of a plan with this budget, so the loss is the same.
         """
         pads = self.settings.pads
         own, mismatched = (_cut(some, tokens, pads=pads) for some in (batch.own, batch.mismatched))
@@ -106,18 +106,18 @@ def _streamed(
 
 
 def _batches(reader: Executor, loads: Iterator[_Load], rank: int) -> Iterator[StepBatch]:
-    """The batches of one load after another, while a thread makes the next one."""
+    """The batches of each load, while a thread reads the next one."""
     ahead = reader.submit(next, loads, None)
     while load := ahead.result():
         ahead = reader.submit(next, loads, None)
         for plan in load.plans:
             yield step_batch(plan, load.buffer, load.table, rank=rank)
-        del load  # before the next one but one is begun, so that two at most are in memory
+        del load  # so that at most two loads are in memory
 
 
 @dataclass(frozen=True)
 class _Load:
-    """The steps that one window completes, and the rows this rank needs for them."""
+    """The steps that a window completes, and this rank's rows for them."""
 
     table: RowTable
     plans: list[StepPlan]
@@ -125,7 +125,7 @@ class _Load:
 
 
 def _loads(source: TrainSource, passes: Iterable[Pass], first: int, rank: int) -> Iterator[_Load]:
-    """Loads of steps, window by window; rows of a step that continues in the next are kept."""
+    """Loads of steps, window by window; the rows of an unfinished step stay for the next one."""
     for one_pass in passes:
         table, order, size = one_pass.table, one_pass.order, one_pass.settings.batch_size
         planned, waiting, pieces = first, list[StepPlan](), list[NumberedRows]()
@@ -151,7 +151,7 @@ def _loads(source: TrainSource, passes: Iterable[Pass], first: int, rank: int) -
 
 
 def _rows_of(plans: list[StepPlan], rank: int) -> NDArray[np.int64]:
-    """The numbers of the rows that this rank needs for these steps."""
+    """The numbers of this rank's rows in these steps."""
     return np.concatenate([np.empty(0, np.int64), *(plan.rows_of_rank(rank) for plan in plans)])
 
 
@@ -163,7 +163,7 @@ class NumberedRows:
     block: Rows
 
     def keep(self, numbers: NDArray[np.int64]) -> NumberedRows:
-        """Only the rows that are in `numbers`."""
+        """Only the rows in `numbers`."""
         kept = np.flatnonzero(np.isin(self.numbers, numbers))
         return NumberedRows(self.numbers[kept], self.block.take(kept))
 
@@ -179,7 +179,7 @@ class NumberedRows:
 def read_pieces(
     source: TrainSource, table: RowTable, numbers: NDArray[np.int64]
 ) -> list[NumberedRows]:
-    """These rows of a table, read group by group; a row group is freed once its rows are copied."""
+    """These rows of a table, copied row group by row group."""
     groups = table.group_of(numbers)
     pieces = []
     for group in np.unique(groups).tolist():
@@ -196,18 +196,18 @@ UNREAD = ("source", "prompt_tokens", "prompt_cut", "cut", "num_tokens")
 
 
 def _read_group(source: TrainSource, shard: Shard, group: int, rows: NDArray[np.int64]) -> Rows:
-    """Rows of a row group, by their indices among the rows that are read of it."""
+    """Rows of a row group, by their indices among the rows that the method reads."""
     path = source.folder.shard(shard)
     with open_shard(path) as file:
         columns = [name for name in file.schema_arrow.names if name not in UNREAD]
         block = read_block(file.read_row_group(group, columns=columns, use_threads=False))
         if block.token_logps is None and source.manifest.fingerprint["cache.token_logps"] == "true":
-            raise damaged(path, "it lacks the log-probs of tokens", "Make the cache again.")
+            raise damaged(path, "it has no token log-probs", "Make the cache again.")
         return as_read(block, rows, spec=source.spec, source=str(path))
 
 
 def joined_rows(source: TrainSource, pieces: Sequence[NumberedRows]) -> NumberedRows:
-    """The rows of all pieces; there may be none, and then they have the columns of the cache."""
+    """The rows of all pieces; without pieces, an empty table with the cache's columns."""
     if not pieces:
         with open_shard(source.folder.shard(source.manifest.shards[0])) as file:
             empty = read_block(file.schema_arrow.empty_table())
@@ -218,33 +218,33 @@ def joined_rows(source: TrainSource, pieces: Sequence[NumberedRows]) -> Numbered
 
 def step_batch(plan: StepPlan, buffer: NumberedRows, table: RowTable, *, rank: int) -> StepBatch:
     """The batch of one rank, whose rows are all in the buffer."""
-    counts, stored = table.num_branches(plan.rows), buffer.block.branch_offsets
+    counts, stored = table.num_completions(plan.rows), buffer.block.completion_offsets
     offsets = offsets_of(counts)
 
     # Copies: a batch that is kept must not keep the whole buffer alive.
     own, mismatched = list[MicroBatch](), list[MicroBatch]()
     for rows in plan.own.of_rank(rank):
         found, of_row = buffer.find(plan.rows[rows]), counts[rows]
-        branches, indices = (
+        completions, indices = (
             joined_ranges(stored[found], of_row),
             joined_ranges(offsets[rows], of_row),
         )
-        block = buffer.block.gather(found, branches, offsets_of(of_row))
+        block = buffer.block.gather(found, completions, offsets_of(of_row))
         own.append(MicroBatch(block, indices))
     for trees in plan.mismatched.of_rank(rank):
         rows = plan.paired_rows[trees]
         indices = np.flatnonzero(np.isin(plan.pairs.rows, rows))
         pairs, found = plan.pairs.take(indices), buffer.find(plan.rows[rows])
         row_of = np.searchsorted(rows, pairs.rows)
-        # A row has its own branches first, then the first partner of each, then the second ones.
-        branches = (
-            stored[found[row_of]] + (1 + pairs.partners) * counts[pairs.rows] + pairs.branches
+        # A row has its own completions first, then the first partner of each, then the second ones.
+        completions = (
+            stored[found[row_of]] + (1 + pairs.partners) * counts[pairs.rows] + pairs.completions
         )
         ends = offsets_of(np.bincount(row_of, minlength=len(rows)))
-        mismatched.append(MicroBatch(buffer.block.gather(found, branches, ends), indices))
+        mismatched.append(MicroBatch(buffer.block.gather(found, completions, ends), indices))
     return StepBatch(
         **vars(table.size_of(plan.rows)),
-        mismatched_branches=len(plan.pairs),
+        mismatched_completions=len(plan.pairs),
         own=tuple(own),
         mismatched=tuple(mismatched),
     )
@@ -255,7 +255,7 @@ def _cut(micros: Sequence[MicroBatch], budget: int, *, pads: bool) -> tuple[Micr
         return ()
     whole = Rows.concat([micro.block for micro in micros])
     indices = np.concatenate([micro.step_indices for micro in micros])
-    ends = whole.branch_offsets
+    ends = whole.completion_offsets
     order = np.argsort(indices[ends[:-1]])  # in step order, as they were planned
     lengths = np.array([tree.num_tokens for micro in micros for tree in micro.trees], np.int64)
     plan = assign_batches(lengths[order], world_size=1, budget=budget, pads=pads)

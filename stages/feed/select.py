@@ -1,12 +1,12 @@
-"""Selects what a method reads of stored rows: which completions, as what, and what is held out.
+"""Selects the completions and roles that a method reads from stored rows, and the held-out rows.
 
-`select` runs over every row group at start, on its narrow columns, and again on a row group whose
-rows a step needs: of each row only its index in the row group is kept in between.
+`select` runs over the narrow columns of every row group at start, and again on a row group whose
+rows a step needs. Between the two, only the index of each row in its row group is kept.
 
-A score too close to its threshold gives no label, and two scores that differ by at most the least
-gap give no pair: ties are not trained on. Of equal scores the completion that is stored first is
-the better one. Scores are compared up to rounding (`schemas/score_gaps.py`): 0.3 is 0.1 above 0.2
-and 0.2 is the mean of 0.1, 0.2 and 0.3, though neither holds for the nearest binary numbers.
+A score that equals its threshold gives no label, and two scores that differ by at most the least
+gap give no pair: ties are not trained on. Among equal scores the completion that is stored first
+is the best. Scores are compared up to rounding (`schemas/score_gaps.py`): 0.3 is 0.1 above 0.2, and
+0.2 is the mean of 0.1, 0.2 and 0.3, although neither holds for the nearest binary numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.cache import StoredKind, branch_layout
+from ...schemas.cache import StoredKind, completion_layout
 from ...schemas.columns import Ragged, joined_ranges, offsets_of
 from ...schemas.methods import RowKind
 from ...schemas.option import Threshold
@@ -32,63 +32,63 @@ GOOD, BAD = (Role.CHOSEN, Role.DESIRABLE), (Role.REJECTED, Role.UNDESIRABLE)
 
 @dataclass(frozen=True)
 class ScoreRules:
-    """The rules that turn scored completions into pairs or labels."""
+    """The rules for making pairs or labels of scored completions."""
 
     pairs: Literal["best_worst", "all"] = "best_worst"
-    min_gap: float = 0.0  # scores of a pair are further apart than this
-    threshold: Threshold = "mean"  # of the row's own scores; or one number for all rows
-    bad_score: float = 0.0  # of bad completions whose row lacks a score; good ones have 1
+    min_gap: float = 0.0  # the scores of a pair differ by more than this
+    threshold: Threshold = "mean"  # of the row's own scores, or one number for all rows
+    bad_score: float = 0.0  # of bad completions in rows without scores; good ones have 1
 
 
 @dataclass(frozen=True)
 class ReadSpec:
-    """How stored rows are read: kind, conversion, needed values, split."""
+    """The rules for reading stored rows: kind, conversion, needed values, split."""
 
     kind: RowKind
-    mismatched: bool  # whether mismatched branches are read too
+    mismatched: bool  # whether KL completions are read too
     eval_fraction: float
     rules: ScoreRules = ScoreRules()
-    needs_scores: bool = False  # whether every branch has to have one
-    columns: tuple[str, ...] = ()  # of the data, that have to be there and hold numbers
-    # Tokens between the prompt and a completion of this role. If there are any, every branch is
-    # read as a row of its own, whose prompt ends with them.
+    needs_scores: bool = False  # whether every completion must have a score
+    columns: tuple[str, ...] = ()  # data columns that must have numbers
+    # Tokens between the prompt and a completion of this role. If set, every completion is a row of
+    # its own, whose prompt ends with them.
     context: Mapping[Role, tuple[int, ...]] = field(default_factory=dict)
     file_weights: Mapping[str, float] = field(default_factory=dict)  # of data files, by name
-    # Of the prompts that are not held out, those whose desirable completions are learned from, and
-    # those whose undesirable ones are; and the seed that draws them.
+    # The shares of training prompts whose desirable and undesirable completions are learned from,
+    # and the seed that draws these prompts.
     label_shares: tuple[float, float] = (1.0, 1.0)
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Picked:
-    """Own branches of rows, in stored order; a stored row may give several rows, or none."""
+    """The own completions of rows, in stored order; a stored row becomes any number of rows."""
 
-    rows: NDArray[np.int64]  # (rows,) index of the stored row that each is made of, ascending
-    offsets: NDArray[np.int64]  # (rows + 1,) into the branches; every row has at least one
-    indices: NDArray[np.int64]  # (branches,) among the stored branches; chosen before rejected
-    roles: NDArray[np.int8]  # (branches,) as the method reads them
-    scores: NDArray[np.float64]  # (branches,) NaN where there is none
+    rows: NDArray[np.int64]  # (rows,) index of each row's stored row, ascending
+    offsets: NDArray[np.int64]  # (rows + 1,) into the completions; every row has at least one
+    indices: NDArray[np.int64]  # (completions,) of stored completions; chosen before rejected
+    roles: NDArray[np.int8]  # (completions,) as the method reads them
+    scores: NDArray[np.float64]  # (completions,) NaN if there is none
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """The number of branches of each row."""
+        """The number of completions of each row."""
         return np.diff(self.offsets)
 
     @property
     def row_of(self) -> NDArray[np.int64]:
-        """The index of each branch's row."""
+        """The index of each completion's row."""
         return np.repeat(np.arange(len(self.rows)), self.counts)
 
     @property
     def is_scored(self) -> NDArray[np.bool_]:
-        """Mask of the rows with a score for every branch, (rows,)."""
+        """Mask of the rows with a score for every completion, (rows,)."""
         missing = np.diff(offsets_of(~np.isfinite(self.scores))[self.offsets])
         is_scored: NDArray[np.bool_] = missing == 0
         return is_scored
 
     def keep(self, kept: NDArray[np.bool_]) -> Picked:
-        """The branches where `kept`; a row without any is left out."""
+        """The completions where `kept`; rows without any are left out."""
         counts = np.diff(offsets_of(kept)[self.offsets])
         offsets = offsets_of(counts[counts > 0])
         return Picked(
@@ -101,19 +101,19 @@ class Picked:
 
     @staticmethod
     def joined(parts: Sequence[Picked]) -> Picked:
-        """The rows of several, in stored order."""
+        """The rows of all parts, in stored order."""
         rows, counts, indices, roles, scores = (
             np.concatenate([getattr(part, name) for part in parts])
             for name in ("rows", "counts", "indices", "roles", "scores")
         )
         order = np.argsort(rows, kind="stable")
-        branches = joined_ranges(offsets_of(counts)[:-1][order], counts[order])
+        completions = joined_ranges(offsets_of(counts)[:-1][order], counts[order])
         return Picked(
             rows[order],
             offsets_of(counts[order]),
-            indices[branches],
-            roles[branches],
-            scores[branches],
+            indices[completions],
+            roles[completions],
+            scores[completions],
         )
 
 
@@ -122,10 +122,10 @@ class KindCounts:
     """Counts of the stored rows of one kind, and of the rows made from them."""
 
     stored: int = 0
-    read: int = 0  # of the stored ones
-    made: int = 0  # rows made from them, as the method reads them
-    unscored: int = 0  # stored rows where a completion has no score
-    left_out: int = 0  # completions of the rows read that no resulting row uses
+    read: int = 0  # stored rows that are read
+    made: int = 0  # resulting rows
+    unscored: int = 0  # stored rows with a completion without a score
+    left_out: int = 0  # completions of read rows that no resulting row uses
 
     def __add__(self, other: KindCounts) -> KindCounts:
         return KindCounts(*(sum(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
@@ -134,18 +134,18 @@ class KindCounts:
 def select(
     roles: NDArray[np.int8],
     scores: NDArray[np.float64],
-    branch_offsets: NDArray[np.int64],
+    completion_offsets: NDArray[np.int64],
     *,
     spec: ReadSpec,
     source: str,
     split_keys: NDArray[np.uint64],  # (stored rows,)
 ) -> tuple[Picked, NDArray[np.int64], dict[StoredKind, KindCounts]]:
-    """The rows that a method reads of stored ones, the indices of their mismatches, and counts.
+    """The rows that a method reads, the stored indices of their KL completions, and counts.
 
-    A stored row has its own branches first, then all first mismatches, then all second ones. The
-    mismatches are (branches, partners).
+    A stored row has its own completions first, then the first KL completion of each, then the
+    second. The indices are (completions, partners).
     """
-    layout = branch_layout(roles, branch_offsets, source=source)
+    layout = completion_layout(roles, completion_offsets, source=source)
     rows = np.arange(len(layout.starts))
     indices = joined_ranges(layout.starts, layout.num_own)
     is_rejected = roles[indices] == Role.REJECTED
@@ -171,7 +171,7 @@ def select(
     picked = Picked.joined(parts)
     if spec.label_shares != (1.0, 1.0):
         picked = picked.keep(_in_label_shares(picked, split_keys, spec))
-    if spec.context:  # each branch as a row of its own
+    if spec.context:  # each completion as a row of its own
         offsets = np.arange(len(picked.indices) + 1)
         picked = replace(picked, rows=picked.rows[picked.row_of], offsets=offsets)
     stride = layout.num_own[picked.rows][picked.row_of]
@@ -180,22 +180,22 @@ def select(
 
 
 def as_read(stored: Rows, rows: NDArray[np.int64], *, spec: ReadSpec, source: str) -> Rows:
-    """The rows at `rows` of those that a method reads of a row group, laid out as stored.
+    """Some of the rows that a method reads from a row group, laid out as stored.
 
-    They have only the branches that the method reads, with mismatches if it reads any.
+    They have only the completions that the method reads, with KL completions if it reads any.
     """
-    columns = (stored.roles, stored.scores, stored.branch_offsets)
+    columns = (stored.roles, stored.scores, stored.completion_offsets)
     picked, mismatched, _ = select(*columns, spec=spec, source=source, split_keys=stored.split_key)
     counts = picked.counts[rows]
     own = joined_ranges(picked.offsets[rows], counts)
     partners = mismatched.shape[1] if spec.mismatched else 0
-    branches = np.concatenate([picked.indices[own], mismatched[own, :partners].T.ravel()])
-    roles, scores = stored.roles[branches], stored.scores[branches]
+    completions = np.concatenate([picked.indices[own], mismatched[own, :partners].T.ravel()])
+    roles, scores = stored.roles[completions], stored.scores[completions]
     roles[: len(own)], scores[: len(own)] = picked.roles[own], picked.scores[own]
     row_of = np.tile(np.repeat(np.arange(len(rows)), counts), 1 + partners)
     order = np.argsort(row_of, kind="stable")
     offsets = offsets_of(counts * (1 + partners))
-    read = stored.gather(picked.rows[rows], branches[order], offsets)
+    read = stored.gather(picked.rows[rows], completions[order], offsets)
     prompts = read.prompts
     if spec.context:
         of_rows = picked.roles[picked.offsets[:-1][rows]].tolist()
@@ -206,7 +206,7 @@ def as_read(stored: Rows, rows: NDArray[np.int64], *, spec: ReadSpec, source: st
 
 
 def context_lengths(picked: Picked, spec: ReadSpec) -> NDArray[np.int64]:
-    """The number of tokens that are added to the prompt of each row, (rows,)."""
+    """The number of tokens added to each row's prompt, (rows,)."""
     lengths = np.zeros(len(picked.rows), dtype=np.int64)
     for role, tokens in spec.context.items():
         lengths[picked.roles[picked.offsets[:-1]] == role] = len(tokens)
@@ -227,10 +227,10 @@ def held_out(split_keys: NDArray[np.uint64], fraction: float) -> NDArray[np.bool
 def _in_label_shares(
     picked: Picked, split_keys: NDArray[np.uint64], spec: ReadSpec
 ) -> NDArray[np.bool_]:
-    """Mask of the branches that the shares of labels leave; all of held-out rows.
+    """Mask of the completions within the shares of labels; held-out rows keep all.
 
-    Desirable completions come from the prompts that are first in an order drawn by the seed,
-    undesirable ones from those that are last: shares that add up to 1 have no prompt in common.
+    The seed draws an order of prompts. Desirable completions come from the first prompts and
+    undesirable ones from the last, so shares that add up to 1 have no prompt in common.
     """
     keys = split_keys[picked.rows][picked.row_of]
     drawn = mixed(keys, key_of("prompts with a label", spec.seed))
@@ -244,7 +244,7 @@ def _in_label_shares(
 
 
 def pairs(own: Picked, rules: ScoreRules) -> Picked:
-    """Pairs of the best and the worst branch of each row, or of every better and worse one."""
+    """Pairs of the best and the worst completion of each row, or all pairs that differ enough."""
     own = _best_first(own.keep_rows(own.is_scored))
     if rules.pairs == "best_worst":
         better, worse = own.offsets[:-1], own.offsets[1:] - 1
@@ -254,13 +254,13 @@ def pairs(own: Picked, rules: ScoreRules) -> Picked:
         better, worse = np.repeat(every, following), joined_ranges(every + 1, following)
     far = further_apart(own.scores[better], own.scores[worse], rules.min_gap)
     better, worse = better[far], worse[far]
-    branches = np.column_stack([better, worse]).ravel()
+    completions = np.column_stack([better, worse]).ravel()
     return Picked(
         rows=own.rows[own.row_of[better]],
         offsets=2 * np.arange(len(better) + 1),
-        indices=own.indices[branches],
+        indices=own.indices[completions],
         roles=np.tile(np.array([Role.CHOSEN, Role.REJECTED], dtype=np.int8), len(better)),
-        scores=own.scores[branches],
+        scores=own.scores[completions],
     )
 
 
@@ -270,43 +270,43 @@ def labels_of_pairs(own: Picked, _: ScoreRules) -> Picked:
 
 
 def labels_of_scores(own: Picked, rules: ScoreRules) -> Picked:
-    """Labels of scored branches: desirable above the threshold, undesirable below it."""
+    """Labels of scored completions: desirable above the threshold, undesirable below it."""
     own = own.keep_rows(own.is_scored)
     scores, starts, counts = own.scores, own.offsets[:-1], own.counts
     if rules.threshold == "mean":
-        # Not by differences of running totals, whose rounding grows with the totals.
+        # Not from running totals, whose rounding grows with the totals.
         thresholds = np.add.reduceat(scores, starts) / counts
     elif rules.threshold == "median":
         ordered = scores[np.lexsort((scores, own.row_of))]
         thresholds = (ordered[starts + (counts - 1) // 2] + ordered[starts + counts // 2]) / 2
     else:
         thresholds = np.full(len(own.rows), rules.threshold, dtype=np.float64)
-    # The largest difference of a score from its row's threshold by rounding alone.
+    # A score equals its row's threshold if they differ by no more than rounding.
     slack = TOLERANCE * np.maximum.reduceat(np.abs(scores), starts)
     above = scores - thresholds[own.row_of]
     return _with_labels(own, above > 0).keep(np.abs(above) > slack[own.row_of])
 
 
 def candidates(own: Picked, rules: ScoreRules) -> Picked:
-    """Scored candidates; a row that lacks a score gets 1 for good branches, less for others."""
+    """Scored candidates; in a row without scores, good completions get 1 and others less."""
     lacks = np.repeat(~own.is_scored, own.counts)
     assumed = np.where(np.isin(own.roles, GOOD), 1.0, rules.bad_score)
     return scored_candidates(replace(own, scores=np.where(lacks, assumed, own.scores)), rules)
 
 
 def scored_candidates(own: Picked, _: ScoreRules) -> Picked:
-    """All branches as candidates with the scores of the data."""
+    """All completions as candidates, with the scores of the data."""
     return replace(own, roles=np.full_like(own.roles, Role.CANDIDATE))
 
 
 def good_ones(own: Picked, _: ScoreRules) -> Picked:
-    """The chosen or desirable branches."""
+    """The chosen or desirable completions."""
     is_good = np.isin(own.roles, GOOD)
     return _with_labels(own, is_good).keep(is_good)
 
 
 def best_ones(own: Picked, _: ScoreRules) -> Picked:
-    """The best branch of each row."""
+    """The best completion of each row."""
     own = _best_first(own.keep_rows(own.is_scored))
     is_best = np.zeros(len(own.indices), dtype=np.bool_)
     is_best[own.offsets[:-1]] = True
@@ -314,11 +314,11 @@ def best_ones(own: Picked, _: ScoreRules) -> Picked:
 
 
 def unchanged(own: Picked, _: ScoreRules) -> Picked:
-    """The branches as they are stored."""
+    """The completions as they are stored."""
     return own
 
 
-# A kind of data that a kind of method can read is one more line here, and one in train_source.py.
+# One line for each kind of data that a kind of method can read; another is in train_source.py.
 CONVERSIONS: dict[RowKind, dict[StoredKind, Callable[[Picked, ScoreRules], Picked]]] = {
     "paired": {StoredKind.PAIRED: unchanged, StoredKind.SCORED: pairs},
     "labelled": {

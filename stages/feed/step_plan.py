@@ -1,7 +1,7 @@
-"""The plan of one step: its rows and mismatched branches, and their ranks and micro-batches.
+"""The plan of one step: its rows and KL completions, and their ranks and micro-batches.
 
-Every rank gets the same number of micro-batches, its empty ones last, and all ranks run their
-largest first, so that they reach a collective at about the same time.
+Every rank gets the same number of micro-batches and runs the largest first, empty ones last, so
+that all ranks reach a collective call at about the same time.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FeedSettings:
-    """The settings that cut a source into steps; the last three change no result."""
+    """The settings that divide a source into steps; the last three change no result."""
 
     seed: int
     epochs: float
     batch_size: int  # rows per step, over all ranks
-    kl_use: Literal["rotate", "all"]  # of a completion's partners: one per epoch in turn, or all
-    kl_per_step: int  # most mismatched branches in a step; 0: no limit
-    limit_eval_batches: int  # steps per evaluation at most; 0: no limit
+    kl_use: Literal["rotate", "all"]  # partners in use: one per epoch in turn, or all
+    kl_per_step: int  # most KL completions in a step; 0: no limit
+    limit_eval_batches: int  # most steps of an evaluation; 0: no limit
     tokens_per_batch: int  # most tokens in a micro-batch
     pads: bool  # whether a micro-batch is padded to its longest row
     world: World
@@ -41,31 +41,33 @@ class FeedSettings:
 
 @dataclass(frozen=True)
 class MismatchedPairs:
-    """The mismatched branches of a step, in step order: by row, then by partner."""
+    """The KL completions of a step, in step order: by row, then by partner."""
 
     rows: NDArray[np.int64]  # (pairs,) indices of their rows in the step
-    branches: NDArray[np.int64]  # (pairs,) index of the row's own branch that each belongs to
-    partners: NDArray[np.int64]  # (pairs,) index among that branch's partners
+    completions: NDArray[np.int64]  # (pairs,) index of the own completion in its row
+    partners: NDArray[np.int64]  # (pairs,) index among that completion's partners
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def take(self, indices: NDArray[np.int64]) -> MismatchedPairs:
         """The pairs at `indices`, in that order."""
-        return MismatchedPairs(self.rows[indices], self.branches[indices], self.partners[indices])
+        return MismatchedPairs(
+            self.rows[indices], self.completions[indices], self.partners[indices]
+        )
 
     def tokens(self, sizes: RowSizes, rows: NDArray[np.int64]) -> NDArray[np.int32]:
         """The tokens of each completion; `rows` are the row numbers of the step."""
-        branches = sizes.branch_offsets[rows[self.rows]] + self.branches
-        tokens: NDArray[np.int32] = sizes.mismatched_tokens[branches, self.partners]
+        completions = sizes.completion_offsets[rows[self.rows]] + self.completions
+        tokens: NDArray[np.int32] = sizes.mismatched_tokens[completions, self.partners]
         return tokens
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step over all ranks; its rows depend on neither world size nor token budget."""
+    """One step over all ranks; its rows do not depend on the world size or token budget."""
 
-    step: int  # of its pass
+    step: int  # index in its pass
     rows: NDArray[np.int64]  # (rows,) row numbers in step order
     own: BatchAssignment  # of these rows
     pairs: MismatchedPairs
@@ -73,7 +75,7 @@ class StepPlan:
     mismatched: BatchAssignment  # of these trees
 
     def rows_of_rank(self, rank: int) -> NDArray[np.int64]:
-        """The row numbers that a rank has to read."""
+        """The numbers of the rows that a rank reads."""
         own = np.flatnonzero(self.own.ranks == rank)
         mismatched = self.paired_rows[self.mismatched.ranks == rank]
         numbers: NDArray[np.int64] = self.rows[np.union1d(own, mismatched)]
@@ -89,14 +91,14 @@ class Pass:
     settings: FeedSettings
     epoch: int
     num_steps: int
-    key: int  # draws mismatched branches where a step has too many
+    key: int  # draws KL completions if a step has too many
 
     def end(self, step: int) -> int:
         """The end of a step: one past the position of its last row."""
         return min((step + 1) * self.settings.batch_size, len(self.order))
 
     def size(self) -> StepSize:
-        """The size of all its steps together."""
+        """The total size of all its steps."""
         return self.table.size_of(self.order.rows(0, self.end(self.num_steps - 1)))
 
     def plans(self, start: int, stop: int) -> Iterator[StepPlan]:
@@ -136,7 +138,7 @@ class Pass:
 
     def _pairs(self, step: int, rows: NDArray[np.int64]) -> MismatchedPairs:
         partners = self._partners()
-        counts = self.table.num_branches(rows)
+        counts = self.table.num_completions(rows)
         per_row = counts * len(partners)
         owner = np.repeat(np.arange(len(rows)), per_row)
         within = joined_ranges(np.zeros(len(rows), dtype=np.int64), per_row)
@@ -173,21 +175,21 @@ def evaluation_pass(table: RowTable, settings: FeedSettings) -> Pass:
 
 
 def num_steps(rows: int, batch_size: int, limit: int = 0) -> int:
-    """The number of steps, of which the last may have fewer rows; no row is repeated."""
+    """The number of steps; the last one may have fewer rows, and no row is repeated."""
     steps = -(-rows // batch_size)
     return min(steps, limit) if limit else steps
 
 
 def steps_in(epochs: float, steps_per_epoch: int) -> int:
-    """The steps of so many epochs; the part of an epoch ends with a whole step.
+    """The steps of so many epochs, rounded up to whole steps.
 
-    Of the decimal that was written: as a binary fraction, 0.1 of 30 steps is more than 3.
+    Computed in decimals: as a binary fraction, 0.1 of 30 steps is more than 3.
     """
     return math.ceil(Fraction(repr(epochs)) * steps_per_epoch)
 
 
 def rows_seen(steps: int, rows: int, batch_size: int) -> int:
-    """The rows of so many steps, over all epochs; an epoch's last step may have fewer."""
+    """The number of rows in so many steps, over all epochs; an epoch's last step may have fewer."""
     epochs, more = divmod(steps, num_steps(rows, batch_size))
     return epochs * rows + more * batch_size
 
@@ -198,7 +200,7 @@ class BatchAssignment:
 
     ranks: NDArray[np.int64]  # (sequences,)
     turns: NDArray[np.int64]  # (sequences,) index of the micro-batch on the rank
-    num_turns: int  # of every rank
+    num_turns: int  # micro-batches of every rank
 
     def of_rank(self, rank: int) -> list[NDArray[np.int64]]:
         """The sequences of each micro-batch of a rank, in ascending order."""
@@ -209,9 +211,9 @@ class BatchAssignment:
 def assign_batches(
     lengths: NDArray[np.int64], *, world_size: int, budget: int, pads: bool
 ) -> BatchAssignment:
-    """An assignment in which a micro-batch has at most `budget` tokens, or is a single sequence.
+    """An assignment whose micro-batches have at most `budget` tokens, or a single sequence.
 
-    `pads`: a micro-batch costs its longest sequence times their number, else their sum.
+    With `pads` the tokens of a micro-batch are its longest sequence times their number.
     """
     if not len(lengths):
         none = np.empty(0, dtype=np.int64)
@@ -234,7 +236,7 @@ class _Bins:
 
 
 def _even(lengths: NDArray[np.int64], world_size: int, budget: int) -> _Bins:
-    """The fewest bins within the budget, filled evenly: longest first, each into the emptiest."""
+    """The fewest bins within the budget; the longest sequence goes first, into the emptiest bin."""
     order = np.argsort(-lengths, kind="stable").tolist()
     filled = int(np.minimum(lengths, budget).sum())
     alone = int((2 * lengths > budget).sum())
@@ -247,7 +249,7 @@ def _even(lengths: NDArray[np.int64], world_size: int, budget: int) -> _Bins:
 def _into_emptiest(
     lengths: NDArray[np.int64], order: list[int], count: int, budget: int
 ) -> NDArray[np.int64] | None:
-    """The bin of each sequence; None when one does not fit."""
+    """The bin of each sequence; None if one does not fit."""
     heap = [(0, number) for number in range(count)]
     of = np.empty(len(lengths), dtype=np.int64)
     sizes = lengths.tolist()
@@ -261,7 +263,7 @@ def _into_emptiest(
 
 
 def _alike(lengths: NDArray[np.int64], world_size: int, budget: int) -> _Bins:
-    """Bins of sequences of similar length, under the smallest budget with as few turns."""
+    """Bins of sequences of similar length, with the smallest budget that needs no more turns."""
     order = np.argsort(-lengths, kind="stable")
     sizes = lengths[order].tolist()
     turns = -(-len(_starts(sizes, budget)) // world_size)

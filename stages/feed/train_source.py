@@ -1,4 +1,4 @@
-"""Finished caches, opened for one kind of method: every row that it reads, and notes on them."""
+"""Opens finished caches for a method: the rows that it reads, and notes on the others."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from .select import CONVERSIONS, KindCounts, ReadSpec, held_out
 
 @dataclass(frozen=True)
 class TrainSource:
-    """A cache and the lengths of its rows; tokens are read when a step needs them."""
+    """A cache and the lengths of its rows; the loader reads their tokens."""
 
     folder: Cache
     manifest: Manifest
     spec: ReadSpec
     columns: ShardColumns
-    row_groups: tuple[tuple[Shard, int], ...]  # by the row group numbers of both tables
+    row_groups: tuple[tuple[Shard, int], ...]  # by the row group numbers in both tables
     train: RowTable
     held_out: RowTable
     kinds: dict[StoredKind, KindCounts]  # of the cache, read or not
-    labels: Labels  # of the branches of an epoch's rows
-    num_partners: int  # mismatched partners of each branch in the cache
-    longest: int  # most tokens of a prompt and one completion after it, as the method reads them
+    labels: Labels  # of the completions in an epoch
+    num_partners: int  # KL partners of each completion in the cache
+    longest: int  # most tokens of a prompt and one completion, as the method reads them
 
     @property
     def train_rows(self) -> int:
@@ -47,7 +47,7 @@ class TrainSource:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Counts of the rows of each kind and of what they become, by name."""
+        """Counts of stored rows and resulting rows, by name."""
         return {
             f"rows.{kind.name.lower()}.{name}": count
             for kind, counts in self.kinds.items()
@@ -56,14 +56,14 @@ class TrainSource:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What becomes of the rows of each kind, and what is left out."""
+        """Notes on the conversion of each kind of rows, and on rows left out."""
         return tuple(_notes(self))
 
 
 def open_source(
     folder: Cache, manifest: Manifest, spec: ReadSpec, columns: ShardColumns
 ) -> TrainSource:
-    """The source of a cache, with its rows indexed; `eval_fraction` 1 is for evaluation only."""
+    """The source of a cache, with its rows indexed; eval_fraction 1 holds out every row."""
     if not 0 <= spec.eval_fraction <= 1:
         raise UsageError(f"eval_fraction is {spec.eval_fraction}; it must be between 0 and 1.")
     if spec.columns and manifest.shards:
@@ -72,9 +72,9 @@ def open_source(
         for name in spec.columns:
             if name not in there:
                 raise UsageError(
-                    f"{folder.root} carries no column {name!r}, which method.margin or "
-                    "method.row_weight names. Make a cache that does with `align precompute-ref … "
-                    f"--set data.carry=[{name}] --output OTHER`; nothing is scored twice."
+                    f"{folder.root} has no column {name!r}, which method.margin or "
+                    "method.row_weight names. Make one with `align precompute-ref … "
+                    f"--set data.carry=[{name}] --output OTHER`: its scores are reused."
                 )
     weights = _file_weights(manifest, spec)
     files = [f"{entry.identity:016x}" for entry in manifest.inputs] if weights else []
@@ -82,15 +82,15 @@ def open_source(
     row_groups, train, kept = list[tuple[Shard, int]](), list[RowTable](), list[RowTable]()
     kinds, missing = dict[StoredKind, KindCounts](), Counter[str]()
     file_of = list[NDArray[np.int16]]()  # of training rows
-    labels = np.zeros((2, max(1, len(weights))))  # good and bad branches of each file
+    labels = np.zeros((2, max(1, len(weights))))  # good and bad completions of each file
     num_partners, longest = 0, 0
-    for number, shard in enumerate(manifest.shards):  # an empty key range has none
+    for number, shard in enumerate(manifest.shards):  # an empty key range has no shard
         table, sizes = columns.read(folder, shard, columns_of(spec))
         rows = read_table(table, sizes, spec, str(folder.root), files)
         if number and rows.num_partners != num_partners:
             raise CorruptionError(
-                f"it has {rows.num_partners} mismatched completions a branch, and the shards "
-                "before it another number. Make the cache again."
+                f"it has {rows.num_partners} KL completions per completion, unlike the shards "
+                "before it. Make the cache again."
             )
         num_partners, longest = rows.num_partners, max(longest, rows.longest)
         row_groups += [(shard, group) for group in range(len(sizes))]
@@ -113,7 +113,7 @@ def open_source(
 
         draws = Draws.of(np.concatenate(file_of), weights)
         learned = replace(learned, draws=draws)
-        # Of so many draws as an epoch has of each file: a file's rows are drawn alike.
+        # Labels are counted per draw: all rows of a file are drawn equally often.
         in_file = np.bincount(draws.file_of, minlength=len(weights))
         draws_per_row = np.array(draws.per_epoch) / np.maximum(in_file, 1)
     source = TrainSource(
@@ -142,15 +142,15 @@ def _file_weights(manifest: Manifest, spec: ReadSpec) -> tuple[float, ...]:
 
 
 def _require_rows(source: TrainSource, missing: Counter[str]) -> None:
-    """Refuses a cache without rows to learn from, or whose rows lack what the method reads."""
+    """Refuses a cache without rows to learn from, or without values that the method reads."""
     root, spec = source.folder.root, source.spec
     if source.train_rows + source.eval_rows == 0:
         stored = source.kinds
-        held = " and ".join(f"{stored[kind].stored:,} {STORED[kind]}" for kind in sorted(stored))
+        found = " and ".join(f"{stored[kind].stored:,} {STORED[kind]}" for kind in sorted(stored))
         raise UsageError(
-            f"The method is {spec.kind}: it reads {WANTED[spec.kind]}. Of them {root} holds none; "
-            f"its rows are: {held or 'none at all'}. {' '.join(source.notes)} Unpaired rows serve "
-            "methods that read no pairs, such as kto; `align methods` shows what each method reads."
+            f"The method is {spec.kind}: it reads {WANTED[spec.kind]}. {root} has none of them; "
+            f"its rows are: {found or 'none at all'}. {' '.join(source.notes)} Unpaired rows are "
+            "for methods without pairs, such as kto; `align methods` lists what each method reads."
         )
     if source.train_rows == 0 and spec.eval_fraction < 1:
         raise UsageError(
@@ -163,22 +163,21 @@ def _require_rows(source: TrainSource, missing: Counter[str]) -> None:
         )
     if missing[SCORES]:
         raise UsageError(
-            f"The method reads scores, and in {missing[SCORES]:,} rows of {root} a completion has "
-            "none. Score the data with `align score`, or give their scores in the column 'scores' "
-            "(of pairs: 'chosen_score' and 'rejected_score'), and make another cache; nothing is "
-            "scored by the reference twice."
+            f"The method reads scores, but {missing[SCORES]:,} rows of {root} have a completion "
+            "without one. Score the data with `align score`, or give scores in the column 'scores' "
+            "(for pairs: 'chosen_score' and 'rejected_score'), and make another cache: log-probs "
+            "are reused."
         )
     for name in spec.columns:
         if missing[name]:
             raise UsageError(
-                f"{missing[name]:,} rows of {root} have no number in their column {name!r}, which "
+                f"{missing[name]:,} rows of {root} have no number in the column {name!r}, which "
                 "the method reads. Fill it in the data, and make another cache."
             )
     if spec.mismatched and not source.num_partners:
         raise UsageError(
-            f"{root} holds no mismatched completions, and this method needs them. "
-            "Make another with `align precompute-ref … --kl-pairs 1 --output OTHER`; nothing is "
-            "scored twice."
+            f"{root} has no KL completions, which this method needs. Make another cache with "
+            "`align precompute-ref … --kl-pairs 1 --output OTHER`: its scores are reused."
         )
 
 
@@ -186,23 +185,23 @@ WANTED: dict[RowKind, str] = {
     "paired": "rows with one chosen and one rejected completion, or scored ones",
     "labelled": "completions with a label, pairs of them, or scored ones",
     "grouped": "groups of scored completions, or pairs and labels as such",
-    "imitated": "completions that are chosen, desirable or the best of theirs",
+    "imitated": "chosen, desirable or best completions",
 }
 STORED = {
     StoredKind.PAIRED: "paired (chosen, rejected)",
     StoredKind.UNPAIRED: "unpaired (a completion and its label)",
     StoredKind.SCORED: "scored (completions and their scores)",
 }
-BECOME: dict[tuple[RowKind, StoredKind], str] = {  # what rows of a kind are converted to
+BECOME: dict[tuple[RowKind, StoredKind], str] = {  # the conversion of each kind of rows
     ("paired", StoredKind.SCORED): "{made:,} pairs: {which} (train.pairs_from_scores)",
     ("labelled", StoredKind.PAIRED): "labels: chosen is desirable, rejected undesirable",
     ("labelled", StoredKind.SCORED): "labels: desirable above {threshold}, undesirable below it "
     "(train.label_threshold)",
     ("grouped", StoredKind.PAIRED): "groups of two scored completions",
     ("grouped", StoredKind.UNPAIRED): "groups of as many scored completions as they hold",
-    ("imitated", StoredKind.PAIRED): "what to imitate: the chosen completion of each",
-    ("imitated", StoredKind.UNPAIRED): "what to imitate: their desirable completions",
-    ("imitated", StoredKind.SCORED): "what to imitate: the best completion of each",
+    ("imitated", StoredKind.PAIRED): "completions to imitate: the chosen one of each",
+    ("imitated", StoredKind.UNPAIRED): "completions to imitate: the desirable ones",
+    ("imitated", StoredKind.SCORED): "completions to imitate: the best one of each",
 }
 
 
@@ -222,7 +221,7 @@ def _notes(source: TrainSource) -> Iterator[str]:
         desirable, undesirable = spec.label_shares
         yield (
             f"{source.labels.desirable:,} desirable and {source.labels.undesirable:,} undesirable "
-            f"completions are left by train.desirable_share {desirable:g} and "
+            f"completions remain after train.desirable_share {desirable:g} and "
             f"train.undesirable_share {undesirable:g} of the prompts."
         )
     if (draws := train.draws) is not None:
@@ -234,7 +233,7 @@ def _notes(source: TrainSource) -> Iterator[str]:
 
 
 def _conversion(kind: StoredKind, counts: KindCounts, spec: ReadSpec) -> Iterator[str]:
-    """What rows of a kind are read as, and how many are left out and why."""
+    """The conversion of a kind of rows, and how many are left out and why."""
     rules, is_scored = spec.rules, kind == StoredKind.SCORED
     gap = f"more than {rules.min_gap:g} apart"
     is_of_row = isinstance(rules.threshold, str)
@@ -247,26 +246,26 @@ def _conversion(kind: StoredKind, counts: KindCounts, spec: ReadSpec) -> Iterato
     if spec.kind == "grouped":
         if counts.unscored and not is_scored:
             yield (
-                f"{counts.unscored:,} lack scores of their own, so chosen and desirable "
-                f"completions get 1, others {rules.bad_score:g}"
+                f"{counts.unscored:,} have no scores: chosen and desirable completions get 1, "
+                f"others {rules.bad_score:g}"
             )
     elif is_scored and counts.unscored:
-        yield f"{counts.unscored:,} left out: completions of theirs lack scores (`align score`)"
+        yield f"{counts.unscored:,} left out: they have completions without scores (`align score`)"
         left_out -= counts.unscored
     if left_out and kind == StoredKind.UNPAIRED:
-        yield f"{left_out:,} left out: nothing in them is desirable"
+        yield f"{left_out:,} left out: they have no desirable completion"
     elif left_out and spec.kind == "labelled":
-        yield f"{left_out:,} left out: no score of theirs is above or below {threshold}"
+        yield f"{left_out:,} left out: all their scores equal {threshold}"
     elif left_out:
         yield f"{left_out:,} left out: no two scores are {gap} (train.min_score_gap)"
     if counts.left_out and is_scored and spec.kind == "labelled":
-        yield f"{counts.left_out:,} completions of others get no label: they score {threshold}"
+        yield f"{counts.left_out:,} completions get no label: their score equals {threshold}"
 
 
 def overlap(source: TrainSource, held_out_source: TrainSource) -> tuple[int, int]:
-    """How many different prompts are held out, and how many of them are trained on as well.
+    """The number of different held-out prompts, and how many of them are trained on as well.
 
-    Prompts are compared by their split keys; those of rows that the method leaves out count too.
+    Prompts are compared by their split keys. Rows that the method leaves out count too.
     """
     learned = _split_keys(source, is_held_out=False)
     measured = np.unique(_split_keys(held_out_source, is_held_out=True))
@@ -274,7 +273,7 @@ def overlap(source: TrainSource, held_out_source: TrainSource) -> tuple[int, int
 
 
 def _split_keys(source: TrainSource, *, is_held_out: bool) -> NDArray[np.uint64]:
-    """The keys of all rows on one side of the split: 8 bytes a row."""
+    """The split keys of all training rows, or of all held-out rows."""
     keys = [np.empty(0, np.uint64)]
     for shard in source.manifest.shards:
         table, _ = source.columns.read(source.folder, shard, ("split_key",))

@@ -1,1 +1,1 @@
-"""The table of methods: each a pure function of log-probabilities."""
+"""The table of methods; each is a pure function of log-probabilities."""

@@ -1,10 +1,10 @@
 """`align.losses`: the methods' losses as functions of tensors, `losses.dpo(chosen_logps, …)`.
 
-There is one function per method that needs only a log-prob (of a reward model: a score) of each
-completion; `dir()` lists them and `help()` documents their arguments. They call the same loss as
-`align train`, in float64 and with its gradient, and return one loss per pair, or one per
-completion. Values of a whole step (the KL term of kto, the mean reward of bco, the order of aot)
-are computed from the tensors of the call.
+Every method that needs only one log-prob per completion (for a reward model, one score) has a
+function; `dir()` lists them and `help()` documents their arguments. They call the same loss as
+`align train`, in float64 and with its gradient, and return one loss per pair or per completion.
+Values of a whole step (the KL term of kto, the mean reward of bco, the order of aot) are computed
+from the tensors of the call.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from ...schemas.errors import UsageError
-from ...schemas.methods import Branches, Labels, Step
+from ...schemas.methods import Completions, Labels, Step
 from ...schemas.rows import Role
 from .method import STEP_OPTIONS, Method, is_good
-from .recipe import Part, Recipe
+from .objective import Objective, Term
 from .table import METHODS, options_of
 
 KL = ("kl_logps", "reference_kl_logps")
-# Methods of scored groups look at single tokens, and not at sums alone.
+# Methods of scored groups read single tokens, not only sums.
 _NAMES = tuple(name for name, method in METHODS.items() if method.rows != "grouped")
 
 
@@ -41,9 +41,9 @@ def __dir__() -> list[str]:
 
 @cache
 def _function(method: Method) -> Callable[..., Tensor]:
-    """The loss on one-dimensional tensors: those that the method reads, its options by keyword."""
+    """The loss as a function of the tensors that the method reads, with its options as keywords."""
     tensors, lengths = _tensors(method), _sides(method, "num_tokens")
-    # Options of the step or of the prompts are none of the loss itself.
+    # Options of the step or of the prompts do not change the loss function.
     fields = {} if method.context else method.fields
     defaults = {name: one for name, (_, one) in fields.items() if name not in STEP_OPTIONS}
     parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in tensors]
@@ -67,7 +67,7 @@ def _function(method: Method) -> Callable[..., Tensor]:
     required = ", required" if _reads_lengths(method, options_of(method, {})) else ""
     meanings = {
         "labels": "true where a completion is desirable",
-        "kl_logps": "the policy's, of mismatched completions: prompts with another one's answer",
+        "kl_logps": "the policy's log-probs of KL completions, each after another one's prompt",
         **dict.fromkeys(lengths, f"completion tokens of each{required}"),
         **{name: method.options.model_fields[name].description for name in defaults},
     }
@@ -100,7 +100,7 @@ def _sides(method: Method, name: str) -> tuple[str, ...]:
 def _float64(method: Method, given: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors in float64, all of one length except those of the KL term.
 
-    Other than tensors are copied: a frame's column is read-only.
+    Values that are not tensors are copied, because a frame's column is read-only.
     """
     tensors = {
         name: (values if isinstance(values, Tensor) else torch.tensor(values)).to(torch.float64)
@@ -111,36 +111,36 @@ def _float64(method: Method, given: Mapping[str, Any]) -> dict[str, Tensor]:
         if len(set(found.values())) > 1 or any(len(shape) != 1 for shape in found.values()):
             listed = ", ".join(f"{name} {list(shape)}" for name, shape in found.items())
             raise UsageError(
-                f"losses.{method.name} takes tensors of one dimension and one length: {listed}."
+                f"losses.{method.name} takes tensors of one dimension and one length, not {listed}."
             )
     return tensors
 
 
 def _losses(method: Method, options: Any, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The losses of a step of these completions alone, the first of its run."""
-    branches = _branches(method, tensors)
-    good = is_good(branches)
+    """The losses of these completions, as the first step of a run."""
+    completions = _completions(method, tensors)
+    good = is_good(completions)
     labels = Labels(int(good.sum()), int((~good).sum()))
-    recipe, _ = Recipe((Part(method, options),)).resolve_auto(labels)
-    options, pre_pass = recipe.parts[0].options, recipe.pre_pass(branches)
-    mismatched = branches.logps.new_empty(0)
+    objective, _ = Objective((Term(method, options),)).resolve_auto(labels)
+    options, pre_pass = objective.terms[0].options, objective.pre_pass(completions)
+    mismatched = completions.logps.new_empty(0)
     if "mismatched" in method.needs:
         policy, reference = (tensors[name].detach() for name in KL)
         mismatched = policy - reference
     step = Step(
-        rows=len(branches.logps) // len(_sides(method, "")),
-        branches=len(branches.logps),
-        tokens=int(branches.num_tokens.sum()),
-        chosen_tokens=int(branches.num_tokens[good].sum()),
+        rows=len(completions.logps) // len(_sides(method, "")),
+        completions=len(completions.logps),
+        tokens=int(completions.num_tokens.sum()),
+        chosen_tokens=int(completions.num_tokens[good].sum()),
         mismatched=mismatched,
         pre_pass={name.removeprefix(f"{method.name}/"): one for name, one in pre_pass.items()},
-        state=recipe.next_state({}, pre_pass).get(method.name, ()),
+        state=objective.next_state({}, pre_pass).get(method.name, ()),
     )
-    return method.loss(branches, step, options).losses
+    return method.loss(completions, step, options).losses
 
 
-def _branches(method: Method, tensors: Mapping[str, Tensor]) -> Branches:
-    """All completions of the call in the trainer's order: of pairs, the chosen one first."""
+def _completions(method: Method, tensors: Mapping[str, Tensor]) -> Completions:
+    """All completions of the call in the trainer's order; the chosen one of a pair comes first."""
     value, sides = "scores" if method.head == "score" else "logps", len(_sides(method, ""))
 
     def woven(name: str, otherwise: float, prefix: str = "") -> Tensor:
@@ -158,7 +158,7 @@ def _branches(method: Method, tensors: Mapping[str, Tensor]) -> Branches:
         roles = torch.full_like(index, int(Role.CHOSEN))
         if method.rows == "paired":
             roles[1::2] = int(Role.REJECTED)
-    return Branches(
+    return Completions(
         logps=logps,
         reference=woven(value, 0.0, "reference_").detach(),
         num_tokens=woven("num_tokens", 1.0),
@@ -179,7 +179,7 @@ def _reads_lengths(method: Method, options: Any) -> bool:
     if method.rows == "labelled":
         tensors["labels"] = torch.tensor([1.0, 0.0])
     losses = []
-    for longer in (0, 1):  # and the second side of a pair by more than the first
+    for longer in (0, 1):  # the second side of a pair grows more than the first
         sides = enumerate(_sides(method, "num_tokens"), start=1)
         lengths = {name: torch.full((2,), 1.0 + longer * side) for side, name in sides}
         losses.append(_losses(method, options, {**tensors, **lengths}))

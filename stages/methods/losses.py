@@ -1,8 +1,8 @@
-"""The losses: a function for each method, whose keyword arguments are the method's options.
+"""The losses: one function per method, whose keyword arguments are the method's options.
 
-Of a completion r is log(policy / reference), lp its log-prob, n its tokens, m = lp / n. c is the
-chosen one of a pair, l the rejected one, D = r_c - r_l, b = beta, e = label_smoothing. LS is the
-log of the sigmoid S.
+For a completion, r is log(policy / reference), lp its log-prob, n its tokens, and m = lp / n. In a
+pair, c is the chosen and l the rejected completion, and D = r_c - r_l. b is beta, e is
+label_smoothing, S is the sigmoid and LS its log.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from ...schemas.methods import Branches, Mean, Metric
+from ...schemas.methods import Completions, Mean, Metric
 from ...schemas.rows import Role
 from .method import (
     CLAMPS,
@@ -44,7 +44,7 @@ by_margin = partial(paired, modifiers=RATIOS | PAIRS | MARGIN)
 
 
 def smoothed(x: Tensor, e: float) -> Tensor:
-    """-(1-e) LS(x) - e LS(-x): as if a share e of the pairs were labelled the wrong way round."""
+    """-(1-e) LS(x) - e LS(-x): the loss if a share e of the pairs has swapped labels."""
     return -(1 - e) * F.logsigmoid(x) - e * F.logsigmoid(-x)
 
 
@@ -54,7 +54,7 @@ def smoothed(x: Tensor, e: float) -> Tensor:
     modifiers=RATIOS | PAIRS | MARGIN | CLAMPS,
 )
 def dpo(p: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
-    """Pairs with clear labels: the one to start with. label_smoothing makes it cDPO."""
+    """Pairs with clear labels: the method to start with. label_smoothing makes it cDPO."""
     return smoothed(beta * p.D - p.wanted, label_smoothing)
 
 
@@ -64,13 +64,13 @@ def dpo(p: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
     modifiers=RATIOS | PAIRS | MARGIN | CLAMPS,
 )
 def cdpo(p: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.2) -> Tensor:
-    """Pairs of which some are labelled the wrong way round: the margin stops growing."""
+    """Pairs of which some have swapped labels: the margin stops growing."""
     return smoothed(beta * p.D - p.wanted, label_smoothing)
 
 
 @by_margin("(-(1-e) LS(b D) + e LS(-b D)) / (1-2e)", "rDPO, https://arxiv.org/abs/2403.00409")
 def robust(p: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Tensor:
-    """Pairs whose share of wrong labels is known: it is unbiased where cdpo is cautious."""
+    """Pairs with a known share of wrong labels: unbiased, where cdpo is cautious."""
     x, e = beta * p.D - p.wanted, label_smoothing
     return (e * F.logsigmoid(-x) - (1 - e) * F.logsigmoid(x)) / (1 - 2 * e)
 
@@ -103,9 +103,9 @@ def hinge(p: Pairs, *, beta: float = 0.1) -> Tensor:
     "(1-g) (-LS(b D)) + g exp(-b D), g = S(b D / tau)", "DiscoPOP, https://arxiv.org/abs/2406.08414"
 )
 def discopop(p: Pairs, *, beta: float = 0.05, tau: float = 0.05) -> Tensor:
-    """Pairs, to compare with a loss found by search; near D = 0 it pushes the wrong way."""
+    """Pairs, for comparison with a loss found by search; its gradient is wrong near D = 0."""
     x = beta * p.D - p.wanted
-    # One exponent: far below 0, g is 0 and exp(-x) infinite.
+    # One exponent, because far below 0 g is 0 and exp(-x) is infinite.
     return -(-x / tau).sigmoid() * F.logsigmoid(x) + bounded_exp(F.logsigmoid(x / tau) - x)
 
 
@@ -121,10 +121,10 @@ def ipo(
     beta: float = 0.1,
     normalize: Annotated[
         MeanOrSum,
-        option("compare log-ratios per token, as the authors run it, or of whole completions"),
+        option("compare log-ratios per token, as the authors do, or of whole completions"),
     ] = "mean",
 ) -> Tensor:
-    """Few or very clear pairs, where dpo would push the margin without end."""
+    """Few or very clear pairs, for which dpo would push the margin without end."""
     return ((p.D_mean if normalize == "mean" else p.D) - 1 / (2 * beta)).square()
 
 
@@ -135,7 +135,7 @@ def ipo(
     modifiers=PAIRS,
 )
 def dpo_norm(p: Pairs, *, beta: float = 5.0, label_smoothing: float = 0.0) -> Tensor:
-    """Pairs of very different lengths: dpo with each side divided by its own."""
+    """Pairs of very different lengths: dpo with each log-ratio divided by its length."""
     return smoothed(beta * p.D_mean, label_smoothing)
 
 
@@ -151,7 +151,7 @@ def nca(p: Pairs, *, beta: float = 0.1) -> Tensor:
 
 @paired("-LS(b r_c) - LS(-b r_l)", "BCO, https://arxiv.org/abs/2404.04656")
 def bco_pair(p: Pairs, *, beta: float = 0.1) -> Tensor:
-    """Pairs, when chosen must rise and rejected fall, each by itself."""
+    """Pairs, when chosen must rise and rejected must fall, each by itself."""
     return -F.logsigmoid(beta * p.r_c) - F.logsigmoid(-(beta * p.r_l))
 
 
@@ -174,16 +174,16 @@ def apo_down(p: Pairs, *, beta: float = 0.1) -> Tensor:
     return (beta * p.r_c).sigmoid() + (-beta * p.D).sigmoid()
 
 
-# Pairs by rank over the whole step: `pre_pass` has the values of all its completions, in its order.
+# Pairs by rank over the whole step; `pre_pass` has the values of all its completions, in order.
 
 
 def margins(values: Tensor) -> Tensor:
-    """Chosen less rejected of every row of the step."""
+    """The chosen value minus the rejected value of every row of the step."""
     return values[0::2] - values[1::2]
 
 
 def ranks(values: Tensor) -> Tensor:
-    """The rank of each; of equal values the first in the step has the lower rank."""
+    """The rank of each value; among equal values, the first in the step has the lower rank."""
     return values.argsort(stable=True).argsort()
 
 
@@ -215,9 +215,9 @@ def aot(p: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Output:
     modifiers=RATIOS,
 )
 def aot_unpaired(p: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Output:
-    """Pairs whose two sides need not belong together, as good and bad answers of a step."""
-    # The two completions of one d may be in different micro-batches: each is compared with the
-    # other's gathered value, and adds half of the loss but the whole of its own gradient.
+    """Pairs whose two sides need not belong together, only to one step."""
+    # The two completions of one d may be in different micro-batches. Each is compared with the
+    # other's gathered value, and adds half of the loss but its own full gradient.
     chosen, rejected = p.step.pre_pass["ratios"][0::2], p.step.pre_pass["ratios"][1::2]
     gains = beta * (p.r_c - ordered(rejected)[ranks(chosen)[p.index]])
     drops = beta * (ordered(chosen)[ranks(rejected)[p.index]] - p.r_l)
@@ -226,7 +226,7 @@ def aot_unpaired(p: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0) -
     return Output(losses, {MARGINS: gains})
 
 
-# Pairs with scores: the policy's margin is to be as large as the scores say.
+# Pairs with scores: the policy's margin should be as large as the difference of the scores.
 
 by_scores = partial(
     paired,
@@ -244,7 +244,7 @@ def divergence(some: Tensor, others: Tensor) -> Tensor:
 
 @by_scores("(b D - eta Ds)^2, Ds = score_c - score_l")
 def rpo_sq(p: Pairs, *, beta: float = 0.1, eta: float = 1.0) -> Tensor:
-    """Pairs with scores whose differences can be trusted as they are."""
+    """Pairs with scores whose differences are reliable."""
     return (beta * p.D - eta * p.score_gap).square()
 
 
@@ -256,7 +256,7 @@ def rpo_bwd_kl(p: Pairs, *, beta: float = 0.1, eta: float = 1.0) -> Tensor:
 
 @by_scores("KL(S(b D) || S(eta Ds)), Ds = score_c - score_l")
 def rpo_fwd_kl(p: Pairs, *, beta: float = 0.1, eta: float = 1.0) -> Tensor:
-    """Pairs with scores: gives up on pairs that the policy holds to be the other way round."""
+    """Pairs with scores: gives up on pairs that the policy ranks the other way."""
     return divergence(beta * p.D, eta * p.score_gap)
 
 
@@ -267,7 +267,7 @@ free = partial(paired, needs=(), modifiers=PAIRS)
 
 def log1mexp(x: Tensor) -> Tensor:
     """log(1 - exp(x)) for x < 0, exact at both ends (https://doi.org/10.18637/jss.v038.c01)."""
-    # Each form sees only its own half: a NaN gradient of the other one would spread from where().
+    # Each form gets only its own half: where() would spread a NaN gradient of the other one.
     far = torch.log1p(-torch.exp(x.clamp(max=-math.log(2))))
     near = torch.log(-torch.expm1(x.clamp(min=-math.log(2))))
     return torch.where(x < -math.log(2), far, near)
@@ -275,7 +275,7 @@ def log1mexp(x: Tensor) -> Tensor:
 
 def log_odds(m: Tensor) -> Tensor:
     """log(p / (1 - p)) of p = exp(m), finite even where p rounds to 1."""
-    below_one = m.clamp(max=-1e-10)  # closer to 0 the odds of a float32 log-prob are only noise
+    below_one = m.clamp(max=-1e-10)  # closer to 0, the odds of a float32 log-prob are noise
     return below_one - log1mexp(below_one)
 
 
@@ -290,8 +290,12 @@ def orpo(
     lam: Annotated[float, option("weight of the odds ratio beside the likelihood", gt=0)] = 0.1,
     nll_scope: Scope = "pair",
 ) -> Output:
-    """Pairs and a base model: it learns to answer and to prefer in one go."""
-    odds, nll, rounding = log_odds(p.m_c) - log_odds(p.m_l), p.nll(nll_scope), p.branches.rounding
+    """Pairs and a base model: it learns to answer and to prefer at the same time."""
+    odds, nll, rounding = (
+        log_odds(p.m_c) - log_odds(p.m_l),
+        p.nll(nll_scope),
+        p.completions.rounding,
+    )
     # The odds rise with the mean log-prob.
     likelier = higher((p.m_c - p.m_l).detach(), rounding / p.n_c + rounding / p.n_l)
     metrics = {"nll": nll, "log_odds/ratio": odds, "log_odds/accuracy": likelier}
@@ -325,7 +329,7 @@ def cpo(
     alpha: float = 1.0,
     nll_scope: Scope = "pair",
 ) -> Output:
-    """Pairs whose chosen completion is worth imitating, as in translation."""
+    """Pairs whose chosen completion is worth imitating, for example in translation."""
     nll = p.nll(nll_scope)
     losses = smoothed(beta * (p.lp_c - p.lp_l), label_smoothing) + alpha * nll
     return Output(losses, {"nll": nll})
@@ -385,7 +389,7 @@ def kto_zero(
     desirable_weight: Weight = 1.0,
     undesirable_weight: Weight = 1.0,
 ) -> Tensor:
-    """As kto, from a cache without mismatched completions; a forward pass less per step."""
+    """Like kto, but without KL completions: one forward pass less per step."""
     x = beta * y.sign * y.r
     return y.weights(desirable_weight, undesirable_weight) * (-x).sigmoid()
 
@@ -403,7 +407,7 @@ def kto_logsigmoid(
     kl_per_step: int = 0,
     kl_use: KlUse = "rotate",
 ) -> Tensor:
-    """Labels without noise: unlike kto it never gives a misjudged completion up."""
+    """Labels without noise: unlike kto, it never gives up on a misjudged completion."""
     x = beta * y.sign * (y.r - y.z)
     return -y.weights(desirable_weight, undesirable_weight) * F.logsigmoid(x)
 
@@ -421,16 +425,16 @@ def apo_zero_unpaired(y: Labelled, *, beta: float = 0.1) -> Tensor:
     keeps_mean="rewards",
 )
 def bco(y: Labelled, *, beta: float = 0.1) -> Output:
-    """Labels without noise, from a cache without mismatched completions."""
-    # d holds every completion of either label, those of this step included. Unlike TRL's it does
-    # not move between the micro-batches of a step, and undesirable completions are not weighed by
-    # how much their prompts resemble those of desirable ones (UDM).
+    """Labels without noise, from a cache without KL completions."""
+    # d is over all completions of both labels, including this step's. Unlike in TRL, it does not
+    # change between the micro-batches of a step, and undesirable completions are not weighted by
+    # the similarity of their prompts to those of desirable ones (UDM).
     delta = y.lp.new_zeros(()) + (y.step.state[1] if y.step.state else 0.0)
     return Output(-F.logsigmoid(y.sign * (beta * y.r - delta)), {"bco/delta": y.once(delta)})
 
 
 # Groups: several scored completions of a prompt. p = policy / reference of a token, where the
-# reference stands for the policy that wrote them. A modifier changes the p of the first term alone.
+# reference is taken as the policy that wrote them. A modifier changes only the first term's p.
 
 
 @grouped(
@@ -451,23 +455,23 @@ def grpo(
     std: Literal["sample", "population", "none"] = "sample",
     std_epsilon: float = 1e-4,
 ) -> Output:
-    """Several scored answers to each prompt: the better than average gain, the others lose."""
-    advantages = g.tokens.of_each(standardized(g.scores, g.branches.rows, std, std_epsilon))
+    """Several scored answers to each prompt: better ones than the average gain, others lose."""
+    advantages = g.tokens.of_each(standardized(g.scores, g.completions.rows, std, std_epsilon))
     losses = clipped(advantages, g.tokens.log_ratios, epsilon) + beta * distances(g)
     losses = sums_of(losses, g.tokens.counts)
     if normalize == "sequence":
-        # The recipe divides by the step's tokens: this leaves a mean over each completion's mean.
-        losses = losses / g.n * (g.step.tokens / max(1, g.step.branches))
+        # The objective divides by the step's tokens: this leaves a mean of completions' means.
+        losses = losses / g.n * (g.step.tokens / max(1, g.step.completions))
     return Output(losses, candidate_metrics(g, advantages, epsilon))
 
 
 def standardized(scores: Tensor, rows: Tensor, std: str, epsilon: float) -> Tensor:
-    """(s - mean) / (std + e) over the candidates of a prompt, (branches,); 0 for a single one.
+    """(s - mean) / (std + e) over the candidates of a prompt, (completions,); 0 for a single one.
 
-    std is the sample's, over n - 1, and e 1e-4, as in TRL; HALOs takes the population's and 1e-2.
-    Without std prompts whose scores differ more weigh more (https://arxiv.org/abs/2503.20783).
+    std divides by n - 1 and e is 1e-4, as in TRL; HALOs divides by n and adds 1e-2. Without std,
+    prompts whose scores differ more weigh more (https://arxiv.org/abs/2503.20783).
     """
-    # As many as there are completions: those after the last row stay empty.
+    # One entry per completion; the entries after the last row stay empty.
     sizes = torch.zeros_like(rows).index_add(0, rows, torch.ones_like(rows))
     deviations = scores - (sums_of(scores, sizes) / sizes)[rows]
     if std == "none":
@@ -484,15 +488,15 @@ def clipped(advantages: Tensor, log_ratios: Tensor, epsilon: float) -> Tensor:
 
 
 def distances(g: Groups) -> Tensor:
-    """1 / p - 1 + log p of each token, at least 0, of p before any modifier, (tokens,)."""
+    """1 / p - 1 + log p of each token, at least 0, with p before modifiers, (tokens,)."""
     return bounded_exp(-g.plain_ratios) - 1 + g.plain_ratios
 
 
 def candidate_metrics(g: Groups, advantages: Tensor, epsilon: float) -> dict[str, Metric]:
     """The metrics of scored candidates.
 
-    `rewards/scores` are the data's, `advantages/gained` is A (p - 1), by how much a token has moved
-    where its score wants it, and `clip/share` where it gains nothing any more.
+    `rewards/scores` are the data's. `advantages/gained` is A (p - 1), the improvement of a token in
+    the direction of its score. `clip/share` is the share of tokens that cannot gain more.
     """
     p = bounded_exp(g.tokens.log_ratios.detach())
     limited = p.clamp(1 - epsilon, 1 + epsilon)
@@ -505,20 +509,19 @@ def candidate_metrics(g: Groups, advantages: Tensor, epsilon: float) -> dict[str
     }
 
 
-# GAE, of which a pre-pass gathers what whitening needs: the tokens, the sum of A and the squares
-# around its mean of each completion. Squares around its own mean lose no digits to scores that are
-# far from 0.
+# GAE. A first pass gathers the inputs of whitening for each completion: its tokens, its sum of A,
+# and its squares around its mean, which lose no digits if scores are far from 0.
 
 
 def estimated(
-    of: Branches, lam: float, gamma: float, value_target: str = "gae"
+    of: Completions, lam: float, gamma: float, value_target: str = "gae"
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of each token, by the policy's present values; no gradient.
+    """Advantages and returns of each token, from the policy's current values; no gradient.
 
-    GAE (https://arxiv.org/abs/1506.02438): the score is the reward of a completion's last token.
-    Where the data gives labels instead of scores it is 1 or -1.
+    GAE (https://arxiv.org/abs/1506.02438): the score is the reward of a completion's last token;
+    data with labels instead of scores have 1 or -1.
 
-    d_t = reward_t + gamma V_(t+1) - V_t, where V is 0 behind the last token;
+    d_t = reward_t + gamma V_(t+1) - V_t, where V is 0 after the last token;
     A_t = sum over k >= 0 of (gamma lam)^k d_(t+k); R_t = A_t + V_t, or with value_target return
     the sum over k >= 0 of gamma^k reward_(t+k), as in HALOs.
     """
@@ -545,17 +548,17 @@ def discounted(deltas: Tensor, factor: float, left: Tensor) -> Tensor:
 
 
 def later(values: Tensor, by: int, left: Tensor) -> Tensor:
-    """The value of the token `by` positions later, 0 where the completion has ended by then."""
+    """The value of the token `by` positions later; 0 after the completion's end."""
     return F.pad(values, (0, by))[by:].masked_fill(left <= by, 0.0)
 
 
-def advantage_sums(of: Branches, options: Any) -> Tensor:
+def advantage_sums(of: Completions, options: Any) -> Tensor:
     """The sum of A over each completion."""
     advantages, _ = estimated(of, options.lam, options.gamma)
     return sums_of(advantages, tokens_of(of).counts)
 
 
-def advantage_squares(of: Branches, options: Any) -> Tensor:
+def advantage_squares(of: Completions, options: Any) -> Tensor:
     """The squares of A around its mean over each completion."""
     advantages, _ = estimated(of, options.lam, options.gamma)
     tokens = tokens_of(of)
@@ -566,7 +569,7 @@ def advantage_squares(of: Branches, options: Any) -> Tensor:
 def whitened(advantages: Tensor, gathered: Mapping[str, Tensor]) -> Tensor:
     """(A - mean) / sqrt(variance + 1e-8), both over all tokens of the step.
 
-    The 1e-8 keeps advantages finite where all of a step's are the same.
+    The 1e-8 keeps advantages finite if all of a step's are equal.
     """
     counts, sums = gathered["tokens"], gathered["advantages"]
     mean = sums.sum() / counts.sum()
@@ -600,14 +603,14 @@ def ppo(
     value_clip: float = 0.0,
     value_target: Literal["gae", "return"] = "gae",
 ) -> Output:
-    """Scored answers whose good and bad parts differ: a value head weighs single tokens."""
-    advantages, returns = estimated(g.branches, lam, gamma, value_target)
+    """Scored answers with good and bad parts: a value head weighs single tokens."""
+    advantages, returns = estimated(g.completions, lam, gamma, value_target)
     advantages = whitened(advantages, g.step.pre_pass)
     values, targets = g.tokens.values, returns
     assert values is not None, "a need for a value head is declared"
     if value_clip:
-        # PPO keeps a value near what it was when the data was written. One pass has one value only,
-        # so the return is moved to it: either way one update cannot take a value further.
+        # PPO keeps a value near its old value. A single pass has no old value, so the return is
+        # clipped around the current one: either way one update cannot move a value further.
         now = values.detach()
         targets = now + (returns - now).clamp(-value_clip, value_clip)
     losses = (
@@ -627,7 +630,7 @@ def ppo(
 
 @imitated("-lp of chosen or desirable completions", "InstructGPT, https://arxiv.org/abs/2203.02155")
 def sft(y: Labelled) -> Output:
-    """Good completions only: to learn a format first, or beside another method in a mixture."""
+    """Good completions only: to learn a format first, or in a mixture with another method."""
     metrics: dict[str, Metric] = {
         "nll": Mean.of(-y.lp / y.n, y.is_good),
         "logps/chosen": Mean.of(y.lp, y.is_good),
@@ -649,7 +652,7 @@ def control_texts(options: Any) -> dict[Role, str]:
     context=control_texts,
 )
 def csft(y: Labelled, *, good_token: str = "<|good|>", bad_token: str = "<|bad|>") -> Output:
-    """Bad completions are worth learning from too; ask for good ones by their token afterwards."""
+    """Learns from bad completions too; prompt with the good token afterwards."""
     nll = -y.lp / y.n
     metrics: dict[str, Metric] = {
         "nll/desirable": Mean.of(nll, y.is_good),
@@ -658,11 +661,11 @@ def csft(y: Labelled, *, good_token: str = "<|good|>", bad_token: str = "<|bad|>
     return Output(-y.lp, metrics)
 
 
-# Reward models: s is the score that the policy's head gives, in the place of lp.
+# Reward models: s, the score of the policy's head, replaces lp.
 
 
 @paired(
-    "-LS(s_c - s_l), s = what the policy's head answers",
+    "-LS(s_c - s_l), s = the score of the policy's head",
     "InstructGPT, https://arxiv.org/abs/2203.02155",
     needs=(),
     rewards="s",
@@ -675,12 +678,12 @@ def reward(p: Pairs) -> Tensor:
 
 
 @labelled(
-    "-LS(±s), s = what the policy's head answers",
+    "-LS(±s), s = the score of the policy's head",
     "Verifiers, https://arxiv.org/abs/2110.14168",
     needs=(),
     rewards="s",
     head="score",
 )
 def reward_binary(y: Labelled) -> Tensor:
-    """Labels, to train a model that tells desirable completions from undesirable ones."""
+    """Labels, to train a model that classifies completions as desirable or not."""
     return -F.logsigmoid(y.sign * y.lp)

@@ -3,7 +3,7 @@
 Its decorator gives the formula and the source, its docstring when to use it. The checked options,
 `align methods`, the table in the docs and `align.losses` are made from these and from OPTIONS. A
 function gets the completions of a micro-batch under the names of its formula. It returns one number
-per row or per completion, never a mean: the recipe divides one sum over the whole step by one
+per row or per completion, never a mean: the objective divides the sum over the whole step by one
 count.
 """
 
@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_origin, get_
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from ...schemas.methods import (
-    Branches,
+    Completions,
     Head,
     Items,
     Mean,
@@ -39,68 +39,62 @@ Weight: TypeAlias = Annotated[float, Field(gt=0)] | Literal["auto"]
 
 
 def option(meaning: str, **bounds: Any) -> Any:
-    """What an option means, for `align methods` and the help of its flag, and its bounds."""
+    """An option's meaning, for `align methods` and the help of its flag, and its bounds."""
     return Field(description=meaning, **bounds)
 
 
-# Each option by its name. Where a method means something else or bounds it otherwise, the
-# annotation in its signature says so.
+# The meaning of each option by name. A method with another meaning or other bounds annotates the
+# argument in its signature.
 OPTIONS: dict[str, Any] = {
     "alpha": option("weight of the chosen completion's likelihood", ge=0),
     "bad_token": option("text between the prompt and an undesirable completion"),
     "beta": option("how far the policy may go: lower lets it go further", gt=0),
     "delta": option("margin wanted between the two sums, in nats", gt=0),
-    "desirable_weight": option(
-        "weight of desirable completions; auto: as heavy in all as the other label"
-    ),
+    "desirable_weight": option("weight of desirable completions; auto: balances the two labels"),
     "epsilon": option("a token gains nothing beyond a ratio of 1 ± this", gt=0, lt=1),
     "eta": option("margin wanted per point between the two scores", gt=0),
-    "gamma": option("what a reward is worth one token earlier", ge=0, le=1),
+    "gamma": option("discount of a reward per token", ge=0, le=1),
     "gamma_ratio": option("margin wanted between the two means", ge=0),
     "good_token": option("text between the prompt and a desirable completion"),
     "kl": option("weight of log p, which keeps a token near the reference", ge=0),
-    "kl_per_step": option("mismatched completions of a training step that enter z; 0: all", ge=0),
+    "kl_per_step": option("KL completions of a training step that enter z; 0: all", ge=0),
     "kl_use": option(
-        "rotate: one partner of each completion, another one every epoch; all: all of them"
+        "rotate: one KL partner per completion, another one every epoch; all: all of them"
     ),
-    "label_smoothing": option(
-        "share of pairs taken to be labelled the wrong way round", ge=0, lt=0.5
-    ),
+    "label_smoothing": option("assumed share of pairs with swapped labels", ge=0, lt=0.5),
     "nll_scope": option(
         "pair: every chosen completion counts the same; global_tokens: every chosen token of a step"
     ),
     "sft_normalize": option(
-        "likelihood of sft_weight: a mean per token, or that of the whole chosen completion"
+        "likelihood that sft_weight adds: a mean per token, or the whole completion's sum"
     ),
     "sft_weight": option("adds this much of the chosen completion's likelihood, as RPO does", ge=0),
-    "std": option("divides by n - 1, by n, or scores are not divided by a standard deviation"),
+    "std": option("standard deviation of scores: over n - 1, over n, or scores are not divided"),
     "std_epsilon": option("added to the standard deviation", gt=0),
     "tau": option("width of the switch between the two parts", gt=0),
     "undesirable_weight": option(
-        "weight of undesirable completions; auto: as heavy in all as the other label"
+        "weight of undesirable completions; auto: balances the two labels"
     ),
-    "value_clip": option(
-        "a value learns from returns no further away than this; 0: from all", ge=0
-    ),
+    "value_clip": option("a value learns from returns within this distance; 0: from all", ge=0),
     "value_target": option(
         "gae: A + V, which trusts later values by lam; return: the discounted score alone"
     ),
     "vf": option("weight of the value head's error", ge=0),
 }
 
-# The modifiers that methods allow, by the option that turns each on.
+# The modifiers that methods allow, by the option that enables each.
 RATIOS = frozenset({"f_divergence", "ld_alpha"})
 MEANS = frozenset({"mean_ratios"})
 PAIRS = frozenset({"wpo", "row_weight"})
 MARGIN = frozenset({"margin"})
 CLAMPS = frozenset({"humanline"})
-# Options of the step, which the feed reads and all methods of a mixture share: of which mismatched
-# completions `z` is a mean.
+# Options of the step, which the feed reads and all methods of a mixture share: they choose the KL
+# completions over which `z` is a mean.
 STEP_OPTIONS = ("kl_per_step", "kl_use")
 
 
 class Options(BaseModel):
-    """Checked options: no number out of bounds, no boolean for a number, no unknown name."""
+    """Options with checked names, types and bounds."""
 
     model_config = ConfigDict(**STRICT, frozen=True)
 
@@ -111,21 +105,21 @@ class Pairs:
     Each value is (rows,) float64: r = log(policy / reference), lp the log-prob, n the tokens.
     """
 
-    def __init__(self, branches: Branches, step: Step) -> None:
-        self.branches, self.step = branches, step
-        ratios = branches.ratios
+    def __init__(self, completions: Completions, step: Step) -> None:
+        self.completions, self.step = completions, step
+        ratios = completions.ratios
         self.r_c, self.r_l = ratios[0::2], ratios[1::2]
-        self.lp_c, self.lp_l = branches.logps[0::2], branches.logps[1::2]
-        self.n_c, self.n_l = branches.num_tokens[0::2], branches.num_tokens[1::2]
+        self.lp_c, self.lp_l = completions.logps[0::2], completions.logps[1::2]
+        self.n_c, self.n_l = completions.num_tokens[0::2], completions.num_tokens[1::2]
         self.D = self.r_c - self.r_l
         self.D_mean = self.r_c / self.n_c - self.r_l / self.n_l
-        # The log-probs that are compared: modifiers change them, and not those to be imitated.
-        self.compared_c = branches.compared_logps[0::2]
-        self.compared_l = branches.compared_logps[1::2]
-        # What the data says: the margin that is wanted, and how far the scores lie apart.
-        self.wanted: Tensor | float = 0.0 if branches.margin is None else branches.margin
-        self.score_gap = branches.scores[0::2] - branches.scores[1::2]
-        self.index = branches.step_indices[0::2] // 2  # of each row in the whole step
+        # The log-probs that are compared; modifiers change these, but not those to imitate.
+        self.compared_c = completions.compared_logps[0::2]
+        self.compared_l = completions.compared_logps[1::2]
+        # From the data: the wanted margin, and the difference of the scores.
+        self.wanted: Tensor | float = 0.0 if completions.margin is None else completions.margin
+        self.score_gap = completions.scores[0::2] - completions.scores[1::2]
+        self.index = completions.step_indices[0::2] // 2  # of each row in the whole step
 
     @property
     def m_c(self) -> Tensor:
@@ -141,37 +135,37 @@ class Pairs:
         """Each pair's part of the step's mean negative log-likelihood of chosen tokens."""
         if scope == "pair":
             return -self.m_c
-        # The recipe divides by the step's rows: this leaves one sum over all chosen tokens.
+        # The objective divides by the step's rows: this leaves a mean over all chosen tokens.
         return -self.lp_c * (self.step.rows / max(1, self.step.chosen_tokens))
 
 
 class Labelled:
-    """Completions of which each is good or bad by itself; each value is (branches,)."""
+    """Completions with a label each; each value is (completions,)."""
 
-    def __init__(self, branches: Branches, step: Step) -> None:
-        self.branches, self.step = branches, step
-        self.lp, self.n, self.r = branches.logps, branches.num_tokens, branches.ratios
-        self.is_good = is_good(branches)
+    def __init__(self, completions: Completions, step: Step) -> None:
+        self.completions, self.step = completions, step
+        self.lp, self.n, self.r = completions.logps, completions.num_tokens, completions.ratios
+        self.is_good = is_good(completions)
         self.sign = self.weights(1.0, -1.0)
 
     @property
     def z(self) -> Tensor:
-        """The policy's KL from the reference, estimated on mismatched completions: ().
+        """The policy's KL from the reference, estimated on KL completions: ().
 
-        Clamped after the mean over the whole step: a mean of clamped parts would be too high.
+        The mean over the whole step is clamped: a mean of clamped parts would be too high.
         """
         return _mean(self.step.mismatched).clamp(min=0)
 
     def once(self, value: Tensor) -> Mean[Tensor]:
-        """A number of the whole step as a metric; of several steps it is weighed as their loss."""
-        count = value.new_full((), self.step.branches)
-        return Mean(self.branches.once(value.detach() * count), self.branches.once(count))
+        """A number of the whole step as a metric; over several steps it is weighted as the loss."""
+        count = value.new_full((), self.step.completions)
+        return Mean(self.completions.once(value.detach() * count), self.completions.once(count))
 
     def weights(self, desirable: Weight, undesirable: Weight) -> Tensor:
         """The weight of each completion, by its label."""
         assert desirable != "auto", "`auto` is resolved before the first step"
         assert undesirable != "auto", "`auto` is resolved before the first step"
-        # Tensors, for torch.where() makes float32 of two plain numbers.
+        # Tensors, because torch.where() turns two plain numbers into float32.
         good, bad = self.r.new_full((), desirable), self.r.new_full((), undesirable)
         return torch.where(self.is_good, good, bad)
 
@@ -179,48 +173,45 @@ class Labelled:
 class Groups:
     """The completions of each prompt with their scores, and their tokens."""
 
-    def __init__(self, branches: Branches, step: Step) -> None:
-        self.branches, self.step = branches, step
-        self.scores, self.lp, self.n = branches.scores, branches.logps, branches.num_tokens
-        self.tokens = tokens_of(branches)
-        assert self.tokens.reference is not None, "a need for the per-token reference is declared"
-        # A modifier changes `tokens.log_ratios`, and not these.
+    def __init__(self, completions: Completions, step: Step) -> None:
+        self.completions, self.step = completions, step
+        self.scores, self.lp, self.n = completions.scores, completions.logps, completions.num_tokens
+        self.tokens = tokens_of(completions)
+        assert self.tokens.reference is not None, "the method declares the need token_reference"
+        # Modifiers change `tokens.log_ratios`, but not these.
         self.plain_ratios = self.tokens.logps - self.tokens.reference
 
 
 @dataclass(frozen=True)
 class Output:
-    """Losses to be summed, and what is reported of them.
+    """Losses to be summed, and metrics; one without a value in the whole step is not reported."""
 
-    A metric without a value in the whole step is not reported.
-    """
-
-    losses: Tensor  # (rows,) or (branches,) float64; a completion's sum where tokens are counted
-    metrics: Mapping[str, Metric] = field(default_factory=dict)  # each of any number of values
+    losses: Tensor  # (rows,) or (completions,) float64; sums over tokens if items is tokens
+    metrics: Mapping[str, Metric] = field(default_factory=dict)  # any number of values each
 
 
 @dataclass(frozen=True, eq=False)
 class Method:
-    """One line of the table: a function, its name, its formula and everything it needs."""
+    """One line of the table: a function, its name, its formula and its needs."""
 
     name: str
     formula: str
-    source: str  # where it comes from
+    source: str  # its paper or implementation
     function: Callable[..., Tensor | Output]
     rows: RowKind
-    items: Items  # what the loss is a mean over
+    items: Items  # the loss is a mean over these
     needs: frozenset[Need]
     modifiers: frozenset[str]  # the options of `Modifiers` that it takes
-    rewards: str = ""  # one of REWARDS: what is reported as a completion's reward
+    rewards: str = ""  # the formula of a completion's reward, one of REWARDS
     head: Head = "none"
-    # Values of each completion, (branches,), gathered over the whole step before any loss.
-    gathers: Mapping[str, Callable[[Branches, Any], Tensor]] = field(default_factory=dict)
+    # Values of each completion, (completions,), that a first pass gathers over the whole step.
+    gathers: Mapping[str, Callable[[Completions, Any], Tensor]] = field(default_factory=dict)
     keeps_mean: str = ""  # the gathered value whose mean over all steps so far is kept
     # The score of a rejected or undesirable completion whose row has no scores; a good one has 1.
     bad_score: float = 0.0
-    # Whether it takes the reference for the policy that generated the data.
+    # Whether it assumes that the reference generated the data.
     drawn_by_reference: bool = False
-    # Text between a prompt and the completions of a role, which is not trained on.
+    # Text between a prompt and the completions of a role; it is not learned.
     context: Callable[[Any], Mapping[Role, str]] | None = None
 
     @property
@@ -245,13 +236,13 @@ class Method:
         fields: dict[str, Any] = self.fields
         return create_model(self.name, __base__=Options, **fields)
 
-    def gathered(self, branches: Branches, options: Any) -> dict[str, Tensor]:
-        """The values that it wants of all completions of a step, of these completions."""
-        return {name: of(branches, options).detach() for name, of in self.gathers.items()}
+    def gathered(self, completions: Completions, options: Any) -> dict[str, Tensor]:
+        """The values to gather from these completions."""
+        return {name: of(completions, options).detach() for name, of in self.gathers.items()}
 
-    def loss(self, branches: Branches, step: Step, options: Any) -> Output:
-        """The losses of a micro-batch, with what its family adds to them; metrics are detached."""
-        seen = _SEEN[self.rows](branches, step)
+    def loss(self, completions: Completions, step: Step, options: Any) -> Output:
+        """The losses of a micro-batch, with the terms of its kind of rows; metrics are detached."""
+        seen = _SEEN[self.rows](completions, step)
         found = self.function(seen, **_values(options, self.function))
         output = found if isinstance(found, Output) else Output(found)
         losses, metrics = output.losses, dict(output.metrics)
@@ -269,13 +260,13 @@ class Method:
             if count:
                 metrics["kl/raw"] = seen.once(_mean(step.mismatched))
                 metrics["kl/clamped"] = seen.once(seen.z)
-        told = {
+        metrics = {
             name: one if isinstance(one, Mean) else one.detach() for name, one in metrics.items()
         }
-        return Output(losses, told)
+        return Output(losses, metrics)
 
 
-_SEEN: dict[RowKind, Callable[[Branches, Step], Pairs | Labelled | Groups]] = {
+_SEEN: dict[RowKind, Callable[[Completions, Step], Pairs | Labelled | Groups]] = {
     "paired": Pairs,
     "labelled": Labelled,
     "grouped": Groups,
@@ -319,7 +310,7 @@ paired = partial(
 labelled = partial(
     _method,
     rows="labelled",
-    items="branches",
+    items="completions",
     needs={"reference"},
     rewards="b r",
     modifiers={"row_weight"},
@@ -334,15 +325,15 @@ grouped = partial(
 imitated = partial(_method, rows="imitated", items="chosen_tokens", modifiers={"row_weight"})
 
 
-def is_good(branches: Branches) -> Tensor:
-    """Mask of the chosen and desirable completions, (branches,) bool."""
-    return (branches.roles == Role.CHOSEN) | (branches.roles == Role.DESIRABLE)
+def is_good(completions: Completions) -> Tensor:
+    """Mask of the chosen and desirable completions, (completions,) bool."""
+    return (completions.roles == Role.CHOSEN) | (completions.roles == Role.DESIRABLE)
 
 
-def tokens_of(branches: Branches) -> Tokens:
-    """The tokens, which are present because a need for them is declared."""
-    assert branches.tokens is not None, "a need for tokens is declared in the table"
-    return branches.tokens
+def tokens_of(completions: Completions) -> Tokens:
+    """The tokens of completions."""
+    assert completions.tokens is not None, "the method declares its need for tokens"
+    return completions.tokens
 
 
 def _mean(values: Tensor) -> Tensor:
@@ -351,7 +342,7 @@ def _mean(values: Tensor) -> Tensor:
 
 @cache
 def _keywords(function: Callable[..., Any]) -> Mapping[str, tuple[Any, Any]]:
-    """The keyword arguments of a function as fields of a model: type with its bounds, default."""
+    """The keyword arguments of a function as fields of a model: type with bounds, and default."""
     hints = get_type_hints(function, include_extras=True)
     found = {}
     for name, one in inspect.signature(function).parameters.items():

@@ -19,11 +19,11 @@ ROWS: dict[RowKind, str] = {
 }
 NEEDS: dict[Need, str] = {
     "reference": "the reference's log-probs",
-    "mismatched": "those of mismatched completions",
-    "token_reference": "those of every token",
+    "mismatched": "the reference's log-probs of KL completions",
+    "token_reference": "the reference's log-probs of every token",
     "values": "a value head",
-    "purity": "the policy's whole distribution",
-    "scores": "scores of the data",
+    "collision_logps": "the policy's whole distribution",
+    "scores": "scores in the data",
 }
 BOUNDS = {
     "minimum": "at least",
@@ -32,16 +32,16 @@ BOUNDS = {
     "maximum": "at most",
 }
 LEGEND = textwrap.fill(
-    "Of a completion: lp = log p, n = tokens, m = lp / n, r = lp - lp of the reference, lo = log "
+    "For a completion: lp = log p, n = tokens, m = lp / n, r = lp - lp of the reference, lo = log "
     "odds. c is chosen, l rejected, D = r_c - r_l, b = beta, e = label_smoothing, w = the weight "
     "of its label. S is the sigmoid, LS its log; ± is + for desirable, - for undesirable. "
-    "Of a token: p = policy / reference, A = advantage, V = value, R = return. s is a score.",
+    "For a token: p = policy / reference, A = advantage, V = value, R = return. s is a score.",
     WIDTH,
 )
 
 
 def describe(method: Method) -> dict[str, Any]:
-    """Everything the table says about a method."""
+    """The description of a method as plain values."""
     options = method.options.model_json_schema()["properties"]
     return {
         "name": method.name,
@@ -109,7 +109,7 @@ def markdown_table(methods: Iterable[Method]) -> str:
 
 
 def _needs(method: Method) -> str:
-    """What it needs of the cache and of the policy, in words."""
+    """The needs of a method from the cache and the policy, in words."""
     names = [words for name, words in NEEDS.items() if name in method.needs]
     if method.head == "score":
         names.append("a policy that scores instead of writing")
@@ -117,7 +117,7 @@ def _needs(method: Method) -> str:
 
 
 def _defaults(method: Method) -> str:
-    """Its options with their defaults, in a line."""
+    """The options of a method with their defaults, in a line."""
     fields = method.options.model_fields
     return ", ".join(f"{name} {shown(one.default)}" for name, one in fields.items())
 

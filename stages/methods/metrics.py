@@ -1,4 +1,4 @@
-"""Rewards of completions, and what is reported of them: margins, accuracies, ties."""
+"""Rewards of completions, and their metrics: margins, accuracies, ties."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ...schemas.methods import Branches, Mean, Metric, RowKind
+from ...schemas.methods import Completions, Mean, Metric, RowKind
 from .method import is_good
 from .tensors import Tensor, torch
 
 MARGINS = "rewards/margins"
-# The reward of each completion, (branches,), by its formula. A modifier changes it as it changes
-# what the loss compares.
-REWARDS: dict[str, Callable[[Branches, Any], Tensor]] = {
+# The reward of each completion, (completions,), by its formula, after the loss's modifiers.
+REWARDS: dict[str, Callable[[Completions, Any], Tensor]] = {
     "b r": lambda of, o: of.ratios * o.beta,
     "b r, margins and accuracies of b d": lambda of, o: of.ratios * o.beta,
     "b r/n": lambda of, o: of.ratios * o.beta / of.num_tokens,
@@ -35,15 +34,15 @@ REWARDS: dict[str, Callable[[Branches, Any], Tensor]] = {
 def reward_metrics(
     rewards: Tensor,
     rounding: Tensor,
-    branches: Branches,
+    completions: Completions,
     kind: RowKind,
     margins: Tensor | None,
 ) -> dict[str, Metric]:
     """The reward metrics of a micro-batch of rows of this kind.
 
-    Every row, completion or pair of candidates counts the same; `row_weight` changes nothing here.
-    `rounding` is by how much each reward moves when its sum of log-probs moves by its rounding,
-    (branches,). `margins` replaces the differences of a pair's rewards.
+    Every row, completion or pair of candidates counts the same, whatever its `row_weight`.
+    `rounding`, (completions,), is the change of each reward if its log-prob changes by its
+    rounding. `margins` replaces the differences of a pair's rewards.
     """
     if kind == "paired":
         chosen, rejected = rewards[0::2], rewards[1::2]
@@ -51,13 +50,13 @@ def reward_metrics(
         rates = compared(gaps, rounding[0::2] + rounding[1::2])
         return {"rewards/chosen": chosen, "rewards/rejected": rejected, MARGINS: gaps, **rates}
     if kind == "grouped":
-        rows, given = branches.rows, branches.scores
+        rows, given = completions.rows, completions.scores
         is_pair = (rows[:, None] == rows) & (given[:, None] > given)
         return compared(rewards[:, None] - rewards, rounding[:, None] + rounding, is_pair)
-    good = is_good(branches)
-    # A row with both labels is right if the mean of its desirable completions is the higher one.
+    good = is_good(completions)
+    # A row with both labels is correct if its desirable completions have the higher mean.
     values = torch.stack([rewards, rounding])
-    desirable, undesirable = (_means_by_row(values, branches.rows, one) for one in (good, ~good))
+    desirable, undesirable = (_means_by_row(values, completions.rows, one) for one in (good, ~good))
     has_both = desirable[0].isfinite() & undesirable[0].isfinite()
     return {
         "rewards/chosen": Mean.of(rewards, good),
@@ -67,7 +66,7 @@ def reward_metrics(
 
 
 def compared(gaps: Tensor, rounding: Tensor, is_counted: Tensor | None = None) -> dict[str, Metric]:
-    """The accuracy of the gaps, a tie counted half, and the rate of ties."""
+    """The accuracy of the gaps, where a tie counts as half, and the rate of ties."""
     rates = {
         "rewards/accuracies": higher(gaps, rounding),
         "rewards/ties": is_tie(gaps, rounding).double(),
@@ -83,16 +82,16 @@ def higher(gaps: Tensor, rounding: Tensor) -> Tensor:
 
 
 def is_tie(gaps: Tensor, rounding: Tensor) -> Tensor:
-    """Whether each gap is at most the rounding of both its sides together, bool."""
+    """Mask of the gaps that are at most the rounding of both sides together, bool."""
     return gaps.abs() <= rounding
 
 
 def row_margins(
     rewards: Tensor, rounding: Tensor, rows: Tensor, good: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The mean reward of a row's good completions less that of its bad ones, and its rounding.
+    """Each row's mean reward of good completions less that of bad ones, and its rounding.
 
-    Of a row with one side only the other counts as 0. (branches,) each: a row's is at its number.
+    A missing side counts as 0. Both are (completions,), with row i's value at index i.
     """
     values = torch.stack([rewards, rounding])
     right, wrong = (_means_by_row(values, rows, one, of_none=0.0) for one in (good, ~good))
@@ -102,8 +101,8 @@ def row_margins(
 def _means_by_row(
     values: Tensor, rows: Tensor, which: Tensor, *, of_none: float = math.nan
 ) -> Tensor:
-    """Means by row of values (kinds, branches), over the completions in `which`."""
-    none = torch.zeros_like(values)  # one column per completion: there are no more rows than those
+    """Means by row of values (kinds, completions), over the completions in `which`."""
+    none = torch.zeros_like(values)  # one column per completion: at least as many as rows
     totals = none.index_add(1, rows, values.masked_fill(~which, 0.0))
     counts = none[0].index_add(0, rows, which.to(none.dtype))
     return (totals / counts).masked_fill(counts == 0, of_none)

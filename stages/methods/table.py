@@ -1,4 +1,4 @@
-"""`--method` and the options of methods, parsed: every name, mixtures, and the nearest names."""
+"""Parses `--method` and the options of methods, with hints for unknown names."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ...schemas.option import wrong_value
 from . import losses
 from .method import METHODS, STEP_OPTIONS, Method, Options
 from .modifiers import Modifiers, names_within
-from .recipe import Part, Recipe
+from .objective import Objective, Term
 
-__all__ = ["METHODS", "STEP_OPTIONS", "find_method", "losses", "options_of", "recipe_of"]
+__all__ = ["METHODS", "STEP_OPTIONS", "find_method", "losses", "objective_of", "options_of"]
 Checked = TypeVar("Checked", bound=Options)
 
 
 def find_method(name: str) -> Method:
-    """The method of this name; an unknown name is refused with the closest ones."""
+    """The method of this name; the error for an unknown name suggests the closest ones."""
     if name in METHODS:
         return METHODS[name]
     asked = name.lower()
     longer = [known for known in METHODS if asked and known.startswith(asked)]
     nearest = [asked] if asked in METHODS else longer or closest(asked, METHODS, 3)
     hint = did_you_mean(nearest) or f" Known: {', '.join(METHODS)}."
-    raise UsageError(f"method '{name}': no such method.{hint} `align methods` explains them.")
+    raise UsageError(f"method '{name}': no such method.{hint} `align methods` lists them all.")
 
 
 def options_of(method: Method, values: Mapping[str, Any]) -> Options:
@@ -36,9 +36,9 @@ def options_of(method: Method, values: Mapping[str, Any]) -> Options:
 
 
 def options_of_all() -> dict[str, str]:
-    """Every option of some method: what it means, its default, and the methods that have it.
+    """The meaning, default and methods of every option.
 
-    Of several meanings the most common one; the others are in `align methods NAME`.
+    If an option has several meanings, the most common one; `align methods NAME` has the others.
     """
     found: dict[str, dict[str, list[str]]] = {}
     for method in METHODS.values():
@@ -60,8 +60,8 @@ def shown(value: float | str) -> str:
     return str(value) if isinstance(value, str | bool) else f"{value:g}"
 
 
-def recipe_of(name: str, values: Mapping[str, Any]) -> Recipe:
-    """The recipe that `--method` names: one method, or several as `dpo:0.8+sft:0.2`.
+def objective_of(name: str, values: Mapping[str, Any]) -> Objective:
+    """The objective that `--method` names: one method, or several as `dpo:0.8+sft:0.2`.
 
     In a mixture an option is named after its method: `dpo.beta`, or `beta` in a section `dpo`.
     """
@@ -80,23 +80,23 @@ def recipe_of(name: str, values: Mapping[str, Any]) -> Recipe:
     modifiers.require_in_use()
     if len(methods) == 1:
         if ":" in name:
-            raise UsageError(f"method '{name}': a weight means something in a mixture only.")
-        return Recipe((Part(methods[0], options_of(methods[0], options)),), modifiers)
+            raise UsageError(f"method '{name}': only a mixture has weights. Leave the weight out.")
+        return Objective((Term(methods[0], options_of(methods[0], options)),), modifiers)
     _require_mixable(methods, options)
-    parts = []
+    terms = []
     for method, (_, weight) in zip(methods, named, strict=True):
         prefix = f"{method.name}."
         own = {key.removeprefix(prefix): options[key] for key in options if key.startswith(prefix)}
         where = f"method.{method.name}"
-        parts.append(Part(method, _checked(method.options, own, method.name, where), weight))
-    _require_agreed(parts)
-    return Recipe(tuple(parts), modifiers)
+        terms.append(Term(method, _checked(method.options, own, method.name, where), weight))
+    _require_agreed(terms)
+    return Objective(tuple(terms), modifiers)
 
 
 def _checked(
     model: type[Checked], values: Mapping[str, Any], name: str, where: str = "method"
 ) -> Checked:
-    """The options of these values; a wrong one is named with what it may be."""
+    """The options with these values; the error for a wrong one names the allowed values."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -119,7 +119,7 @@ def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _weighted(text: str) -> tuple[str, float]:
     """The name and the weight of `dpo:0.8`."""
-    name, colon, weight = (part.strip() for part in text.partition(":"))
+    name, colon, weight = (word.strip() for word in text.partition(":"))
     if not colon:
         return name, 1.0
     try:
@@ -136,32 +136,32 @@ def _weighted(text: str) -> tuple[str, float]:
 def _require_mixable(methods: Sequence[Method], options: Mapping[str, Any]) -> None:
     names = [method.name for method in methods]
     if len(set(names)) < len(names):
-        raise UsageError(f"method '{'+'.join(names)}': each method can stand in a mixture once.")
+        raise UsageError(f"method '{'+'.join(names)}': name each method of a mixture once.")
     if len({method.head for method in methods}) > 1:
-        raise UsageError(f"{' and '.join(names)} need different models: they cannot be mixed.")
+        raise UsageError(f"{' and '.join(names)} need different models. Train them separately.")
     kinds = {method.rows for method in methods}
     if "grouped" in kinds and len(kinds) > 1:
         grouped = [method.name for method in methods if method.rows == "grouped"]
-        raise UsageError(f"{grouped[0]} learns from groups of scored rows: it cannot be mixed.")
+        raise UsageError(f"{grouped[0]} learns from scored groups. Train it without a mixture.")
     for name in options:
         if not name.startswith(tuple(f"{method}." for method in names)):
             raise UsageError(
-                f"method.{name}: in a mixture an option is named after its method, for example "
+                f"method.{name}: name an option of a mixture after its method, for example "
                 f"method.{names[0]}.{name}."
             )
 
 
-def _require_agreed(parts: Sequence[Part]) -> None:
-    """Refuses parts that differ in a step option: a step has one set of mismatched completions."""
+def _require_agreed(terms: Sequence[Term]) -> None:
+    """Refuses terms that differ in a step option: a step has one set of KL completions."""
     for name in STEP_OPTIONS:
         given = {
-            f"method.{part.method.name}.{name}": getattr(part.options, name)
-            for part in parts
-            if name in part.method.fields
+            f"method.{term.method.name}.{name}": getattr(term.options, name)
+            for term in terms
+            if name in term.method.fields
         }
         if len(set(given.values())) > 1:
             listed = " and ".join(f"{option} is {value}" for option, value in given.items())
             raise UsageError(
-                f"{listed}: the parts of a mixture share the mismatched completions of a step. Set "
-                "both alike."
+                f"{listed}: the methods of a mixture share the KL completions of a step. Set both "
+                "to one value."
             )

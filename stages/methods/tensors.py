@@ -1,6 +1,6 @@
-"""torch for the losses, imported when one is first computed, and sums and exponents for all.
+"""torch for the losses, imported at its first use, and bounded exponentials and sums.
 
-It takes seconds to import, and a method is named, explained and checked without it.
+Importing torch takes seconds, and listing or checking methods does not need it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def bounded_expm1(x: Tensor) -> Tensor:
 
 
 def sums_of(values: Tensor, counts: Tensor) -> Tensor:
-    """The sum of each completion's tokens, (branches,); the order of summation is fixed."""
+    """The sum over each completion's tokens, (completions,), in a fixed order."""
     if not len(counts):
         return values
     return torch.segment_reduce(values, "sum", lengths=counts, unsafe=True)

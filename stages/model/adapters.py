@@ -1,4 +1,4 @@
-"""Adapters of peft: a saved one on a model, a fresh one that is trained, and either merged."""
+"""Adapters of peft: loads a saved one, adds a fresh one for training, and merges either."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from .transformers_compat import is_reward_model, quiet
 
 
 def with_adapter(model: Any, folder: str) -> Any:
-    """The model with a saved, frozen adapter; one of another model is refused."""
+    """The model with a saved, frozen adapter; an adapter of another model is refused."""
     require_adapter(folder)
     # Optional, and slow to import.
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict  # noqa: PLC0415
 
     made_for = "Set model.adapter to a PEFT adapter made for model.path."
-    cannot = f"{folder}: the adapter of adapter_config.json cannot be put on the model"
+    cannot = f"{folder}: the adapter of adapter_config.json cannot be added to the model"
     with as_usage_error(cannot, made_for):
         kind = PeftConfig.from_pretrained(folder, local_files_only=True)
         if kind.is_prompt_learning or getattr(kind, "alora_invocation_tokens", None):
-            raise ValueError("adapters of prompt tokens, or behind some tokens, are not supported")
+            raise ValueError("adapters of prompt tokens, or after some tokens, are not supported")
         adapted: Any = PeftModel.from_pretrained(
             model, folder, is_trainable=False, local_files_only=True
         )
-    # peft skips tensors that do not fit, and may store a layer that was trained whole twice.
+    # peft skips tensors that do not fit, and may store a fully trained layer twice.
     wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
     names = [tensor.name for tensor in adapter_tensors(Path(folder))]
     stored = {name.replace(".modules_to_save.", ".") for name in names}
     missing, unused = sorted(wanted - stored), sorted(stored - wanted - set(adapted.state_dict()))
     if missing or unused:
         raise UsageError(
-            f"{folder}: the adapter does not fit the model. It lacks {len(missing)} tensors "
-            f"(first: {missing[:3]}), and {len(unused)} of its own are not used "
-            f"(first: {unused[:3]}). {made_for}"
+            f"{folder}: the adapter does not fit the model: {len(missing)} tensors are missing "
+            f"(first: {missing[:3]}) and {len(unused)} are not used (first: {unused[:3]}). "
+            f"{made_for}"
         )
     return adapted
 
@@ -51,7 +51,7 @@ def add_lora(model: Any, options: LoraOptions, seed: int) -> nn.Module:
         from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - optional, and slow to import
 
     settings = LoraConfig(
-        # For a model that scores, peft trains and saves the whole head in addition to the adapter.
+        # For a model that scores, peft also trains and saves the whole head.
         task_type="SEQ_CLS" if is_reward_model(model) else "CAUSAL_LM",
         r=options.rank,
         lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft divides it by the rank
@@ -73,11 +73,11 @@ def add_lora(model: Any, options: LoraOptions, seed: int) -> nn.Module:
     if head in adapted.base_model.targeted_module_names:
         raise UsageError(
             f"lora.targets: {options.targets} includes the output layer {head}, whose adapter the "
-            "fused log-prob head would pass by. Leave it out."
+            "fused log-prob head would ignore. Leave it out."
         )
     _require_all_adapted(adapted, options.targets)
     for parameter in adapted.parameters():
-        # On quantized weights, which are stored as integers, peft makes it in float32.
+        # For quantized weights, which are stored as integers, peft makes a float32 adapter.
         if parameter.requires_grad and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
     trainable: nn.Module = adapted
@@ -85,7 +85,7 @@ def add_lora(model: Any, options: LoraOptions, seed: int) -> nn.Module:
 
 
 def merged(model: Any) -> nn.Module:
-    """The plain model, with its adapter, if it has one, merged into the weights."""
+    """The plain model, with an adapter merged into the weights."""
     if not hasattr(model, "merge_and_unload"):
         return model  # type: ignore[no-any-return]
     cannot = "The adapter of adapter_config.json cannot be merged into the model"
@@ -95,7 +95,7 @@ def merged(model: Any) -> nn.Module:
 
 
 def _named_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, Any]:
-    """peft's target arguments: layers by the end of their names, and parameters of no layer.
+    """peft's target arguments: layers by the end of their names, and single parameters.
 
     A mixture of experts may keep all experts of a layer in one parameter.
     """
@@ -109,7 +109,7 @@ def _named_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, Any]:
 
 
 def _require_all_adapted(adapted: Any, targets: Sequence[str]) -> None:
-    """Refuses targets that peft found in part only; peft itself refuses where it found none."""
+    """Refuses targets of which peft found only some; peft itself refuses if it found none."""
     if not targets:
         return
     (settings,) = adapted.peft_config.values()

@@ -1,9 +1,9 @@
-"""Activations that take little to compute are dropped, and computed again in the backward pass.
+"""Drops activations that are cheap to compute, and computes them again in the backward pass.
 
-Autograd keeps the input of every product. Where a cheap operation made that input (a norm's
-scaling, an activation function and its gate, the joining of the attention's pieces), the input is
-dropped: the same operation makes it again, of the numbers that autograd keeps for that operation
-anyway, so every gradient has the same bits. A Llama then keeps half as much of each token.
+Autograd keeps the input of every matrix product. If a cheap operation made that input (a norm's
+scaling, an activation function and its gate, the joining of attention segments), the input is
+dropped and the same operation is run again on the numbers that autograd keeps for it anyway, so
+every gradient has the same bits. A Llama then keeps half as many bytes per token.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-# Kernels that keep their output: the CPU's, and the one that stands in for it in a plan.
+# Kernels that keep their output: the CPU's, and its replacement in a memory plan.
 ATTENTION = {"ScaledDotProductFlashAttentionForCpuBackward0", "KeptAttentionBackward"}
 
 
 def drops_cheap(device: str, *, compiles: bool, is_partitioned: bool) -> bool:
-    """Whether a policy drops what is cheap while it learns without gradient checkpointing.
+    """Whether a policy without gradient checkpointing drops cheap activations.
 
-    Under ZeRO-3 hooks would keep gathered weights; on a GPU it is not measured.
+    Under ZeRO-3 the hooks would keep gathered weights; on a GPU the gain was not measured.
     """
     return device == "cpu" and not compiles and not is_partitioned
 
 
 @contextmanager
 def cheap_computed_again(keep: Callable[[Tensor], Tensor] = lambda one: one) -> Iterator[None]:
-    """Drops inside what is cheap; `keep` is called with each tensor that autograd keeps."""
+    """Drops cheap activations in the block; `keep` gets each tensor that autograd keeps."""
     activations = _Activations(keep)
     with saved_tensors_hooks(activations.pack, activations.unpack), activations:
         try:
@@ -42,30 +42,30 @@ def cheap_computed_again(keep: Callable[[Tensor], Tensor] = lambda one: one) -> 
 
 
 class _Dropped:
-    """A tensor that its node makes again; it is kept from its first use to its last."""
+    """A tensor that its node computes again; it is kept from its first use to its last."""
 
     def __init__(self, node: Any) -> None:
         self.node = node
-        self.uses = 0  # by operations whose backward is still to come
+        self.uses = 0  # by operations whose backward has not run
         self.again: Tensor | None = None
 
 
 class _Activations(TorchFunctionMode):
-    """Autograd's hooks do not say which operation made a tensor, so every call notes it before.
+    """Notes before every call which operation made its tensors; autograd's hooks do not tell.
 
-    What was changed in place is kept: its operation would make it as it was before. What is kept
-    must not change either, which autograd itself checks only without hooks.
+    A tensor that was changed in place is kept, because its operation would compute the old values.
+    A kept tensor must not change either; autograd checks that only without hooks.
     """
 
     def __init__(self, keep: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self._keep = keep
-        self._nodes: dict[int, Any] = {}  # of the arguments of the call that runs, by storage
+        self._nodes: dict[int, Any] = {}  # of the running call's arguments, by storage
         self._dropped: dict[Any, _Dropped] = {}  # by node
-        self._depth = 0  # of tensors that are made for others
+        self._depth = 0  # above 0 while a tensor is computed for another one
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The result of the call, during which autograd packs some of its arguments."""
+        """Runs the call; autograd packs some of its arguments meanwhile."""
         for tensor in args:
             if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor._version:
                 node = (tensor if tensor._base is None else tensor._base).grad_fn
@@ -77,7 +77,7 @@ class _Activations(TorchFunctionMode):
             self._nodes.clear()
 
     def pack(self, tensor: Tensor) -> Any:
-        """The tensor, or how it is made again with its shape."""
+        """The tensor, or its dropped form with its shape."""
         node = self._nodes.get(tensor.untyped_storage()._cdata)
         if node is None:
             return self._keep(tensor), tensor._version
@@ -86,7 +86,7 @@ class _Activations(TorchFunctionMode):
         return dropped, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self, packed: Any) -> Tensor:
-        """The tensor, made again if it was dropped."""
+        """The tensor, computed again if it was dropped."""
         if isinstance(packed[0], Tensor):
             kept: Tensor = packed[0]
             if kept._version != packed[1]:
@@ -99,19 +99,19 @@ class _Activations(TorchFunctionMode):
                 dropped.again = CHEAP[dropped.node.name()](dropped.node)
             self._depth -= 1
         again: Tensor = dropped.again.as_strided(*shape)
-        if not self._depth:  # what is made for another tensor will be asked for once more
+        if not self._depth:  # a tensor computed for another one is unpacked once more
             dropped.uses -= 1
             if not dropped.uses:
                 dropped.again = None
         return again
 
     def forward_is_done(self) -> None:
-        """Lets go of the nodes: they would keep each other through their hooks."""
+        """Releases the nodes, which would keep each other alive through their hooks."""
         self._dropped.clear()
 
 
 def is_cheap(node: Any) -> bool:
-    """Whether the operation of a node is cheap, and keeps all that it takes to run it again."""
+    """Whether the operation of a node is cheap, and keeps all inputs of running it again."""
     name = node.name()
     inputs = node.next_functions
     if name == "MulBackward0":  # keeps a factor where the other one needs a gradient
@@ -127,7 +127,7 @@ def _is_transposed_attention(node: Any) -> bool:
 
 
 def _joined_attention(node: Any) -> Tensor:
-    """The outputs of the attention over the pieces of a batch, each kept by its own kernel."""
+    """The joined attention outputs of a batch's segments, each kept by its own kernel."""
     outputs = []
     for maker, _ in node.next_functions:
         output = maker.next_functions[0][0]._saved_output
@@ -136,7 +136,7 @@ def _joined_attention(node: Any) -> Tensor:
 
 
 def _signed(dim: int) -> int:
-    """A dimension as torch was given it; what nodes save of it has no sign."""
+    """A dimension with its sign, which nodes save as an unsigned number."""
     return dim - 2**64 if dim >= 2**63 else dim
 
 

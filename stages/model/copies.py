@@ -15,7 +15,7 @@ def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
     """A tensor of the values on a device; on a CPU it shares their memory.
 
     A copy from pinned memory is queued on the device's stream, and the host does not wait for it.
-    torch frees that memory when the copy has been made.
+    torch frees the pinned memory after the copy.
     """
     tensor = torch.from_numpy(values)
     if device.type == "cpu":
@@ -23,11 +23,11 @@ def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-ALIGNED = 16  # elements: matrix products and kernels want operands aligned to a multiple of it
+ALIGNED = 16  # elements: operands of matrix products and kernels start at multiples of it
 
 
 def all_on_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Tensors of arrays of one dtype on a device, by one copy."""
+    """Tensors of arrays of one dtype on a device, by a single copy."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     sizes = [-(-array.size // ALIGNED) * ALIGNED for array in arrays]
@@ -43,7 +43,7 @@ def all_on_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[
 
 
 def on_host(values: Tensor) -> Callable[[], NDArray[Any]]:
-    """Queues a copy to the host; the call that it returns waits for that copy and nothing later."""
+    """Queues a copy to the host; the returned function waits for this copy only."""
     if values.device.type == "cpu":
         return values.numpy
     pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -53,6 +53,6 @@ def on_host(values: Tensor) -> Callable[[], NDArray[Any]]:
 
     def read() -> NDArray[Any]:
         copied.synchronize()
-        return pinned.numpy().copy()  # pinned memory is scarce: the next batch takes it again
+        return pinned.numpy().copy()  # pinned memory is scarce: the next batch reuses it
 
     return read

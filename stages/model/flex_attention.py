@@ -1,7 +1,7 @@
 """Attention over packed trees on a GPU: one FlexAttention kernel that skips masked blocks.
 
-Every token sees two ranges of the batch: its own piece up to itself, and the prompt of its tree.
-The kernel's mask and its block table are both made of the limits of these ranges.
+Every token sees two ranges of the batch: its own segment up to itself, and the prompt of its tree.
+The limits of these ranges give both the kernel's mask and its block table.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .transformers_compat import AttentionInterface, allow_compilations
 from .tree_attention import TreeBatch, require_known, windows_by_kind
 
 FLEX = "align_flex"
-REFUSED = ("position_bias",)  # a term that some models add to their products
+REFUSED = ("position_bias",)  # a term that some models add to attention logits
 BLOCK = 128
-# Numbers that are equal when a kernel for every length is made, torch takes for equal always: as
-# many blocks as heads would be such numbers. Few models have seven of anything.
+# torch assumes that sizes which are equal when it compiles a kernel are always equal, for example
+# the numbers of blocks and of heads. Few models have seven of anything.
 LEAST = 7 * BLOCK
 
 
 def padded_to_blocks(tokens: int) -> int:
-    """The padded length of a batch, a whole number of blocks."""
+    """The padded length of a batch, a multiple of the block size."""
     return max(LEAST, -(-tokens // BLOCK) * BLOCK)
 
 
@@ -50,10 +50,10 @@ def why_no_flex(attention: str, config: Any = None) -> str:
 def key_ranges(
     edges: Sequence[tuple[int, ...]], length: int, window: int | None = None
 ) -> NDArray[np.int32]:
-    """The ranges of keys that each token sees, in trees of these edges (start, fork, branch ends).
+    """The ranges of keys that each token sees; `edges` of a tree: start, prompt end, branch ends.
 
-    (3, length): the first key in the token's own piece, whose last is the token itself; the first
-    in its prompt; the end of these. Padding sees itself.
+    (3, length): the start of the token's own segment, which it sees up to itself; the start of its
+    prompt; the end of its prompt. Padding sees itself.
     """
     pieces = [piece for tree in edges for piece in _pieces(tree)]
     sizes = [stop - begin for begin, stop, _, _ in pieces]
@@ -64,7 +64,7 @@ def key_ranges(
     used = len(begin)
     ranges[:, :used] = begin, prompt, fork
     if window is not None:
-        depth = index[:used] - begin  # positions count on from the end of the prompt
+        depth = index[:used] - begin  # positions continue from the end of the prompt
         np.maximum(begin, index[:used] - window + 1, out=ranges[0, :used])
         np.clip(fork + depth - window + 1, prompt, fork, out=ranges[1, :used])
     return ranges.astype(np.int32)
@@ -78,10 +78,10 @@ def _pieces(edges: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
 
 
 def block_tables(ranges: NDArray[np.int32]) -> list[NDArray[np.int32]]:
-    """Counts and lists of the key blocks that each query block sees in part, and sees wholly.
+    """Counts and lists of the key blocks that each query block sees partly, and wholly.
 
-    Then the same of the query blocks by key block. Which they are follows from counts of the
-    queries that see some or all of a block.
+    Then the same for the query blocks of each key block. Both follow from the number of queries
+    that see some or all of a block.
     """
     own, prompt, fork = ranges
     seen = ((own, np.arange(len(own)) + 1), (prompt, fork))
@@ -112,7 +112,7 @@ def _queries(first: NDArray[Any], stop: NDArray[Any], which: Any = True) -> NDAr
 
 
 def flex_masks(batch: TreeBatch, config: Any) -> Mapping[int | None, BlockMask]:
-    """Block masks by window size, one for each kind of layer; all are copied at once."""
+    """Block masks by window size, one per kind of layer, in a single copy to the device."""
     length = batch.token_ids.shape[1]
     tables: list[NDArray[np.int32]] = []
     windows = list(windows_by_kind(config).values())
@@ -165,10 +165,10 @@ def attend_by_flex(
     require_known(masks, attention_mask, options, REFUSED)
     if options.get("dropout"):
         raise UsageError(
-            "FlexAttention has no dropout, and the model's attention asks for it. "
-            "Set train.dropout to false, or model.attention to sdpa."
+            "FlexAttention has no dropout, but the model's attention has. Set train.dropout to "
+            "false, or model.attention to sdpa."
         )
-    is_compiling = torch.compiler.is_compiling()  # a whole layer, and the kernel with it
+    is_compiling = torch.compiler.is_compiling()  # the kernel is compiled with its layer
     on_gpu = query.device.type == "cuda"
     attend: Any = compiled_flex_attention() if on_gpu and not is_compiling else flex_attention
     capped = _capped if is_compiling else _kept_capped
@@ -185,7 +185,7 @@ def attend_by_flex(
         **sums_too,
     )
     if sinks is not None:
-        # A head's sink is one more key, whose value is zero: it only takes its share.
+        # A head's sink is one more key with value zero: it only takes its share of the softmax.
         output, sums = output
         share = torch.sigmoid(sums.lse - sinks[None, :, None])
         output = (output * share[..., None]).to(output.dtype)
@@ -194,14 +194,14 @@ def attend_by_flex(
 
 @cache
 def _kept_capped(softcap: float | None, device: torch.device) -> Callable[..., Tensor] | None:
-    with torch.inference_mode(False):  # its tensor outlives this pass
+    with torch.inference_mode(False):  # the tensor outlives this pass
         return _capped(softcap, device)
 
 
 def _capped(softcap: float | None, device: torch.device) -> Callable[..., Tensor] | None:
     if softcap is None:
         return None
-    # A tensor: a plain number would make torch compile the kernel again for each value.
+    # A tensor, because torch would compile the kernel again for each plain number.
     cap = torch.full((), softcap, dtype=torch.float32, device=device)
 
     def capped(score: Tensor, *_: Tensor) -> Tensor:
@@ -214,9 +214,9 @@ def _capped(softcap: float | None, device: torch.device) -> Callable[..., Tensor
 def compiled_flex_attention() -> Callable[..., Tensor]:
     """The compiled FlexAttention kernel for batches of every length.
 
-    A kernel for each length takes half the time (1.2 instead of 1.9 ms a layer of 16,384 tokens,
-    forward and backward, on an H100), but five to eleven seconds to make, and padding up to few
-    lengths costs all layers more than it saves in attention.
+    A kernel per length is faster (1.2 instead of 1.9 ms for a layer of 16,384 tokens, forward and
+    backward, on an H100), but takes five to eleven seconds to compile. Padding to few lengths costs
+    more in all layers than it saves in attention.
     """
     allow_compilations()
     compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=True, fullgraph=True)

@@ -2,22 +2,22 @@
 
     logp(y) = z_y - logsumexp_v z_v,   z = softcap * tanh(scale * (W h + b) / softcap)
 
-Tiles of (positions, vocabulary) are projected, reduced to one float32 log-sum-exp per position
-and overwritten, or kept for the backward pass as far as a fixed buffer holds them, so peak memory
+Tiles of (positions, vocabulary) are projected, reduced to one float32 log-sum-exp per position, and
+then overwritten, or kept for the backward pass while they fit into a fixed buffer. So peak memory
 grows with neither. On request the log of the sum of squared probabilities is computed too:
 
-    purity = log sum_v p_v ** 2 = logsumexp_v 2 z_v - 2 logsumexp_v z_v
+    collision_logp = log sum_v p_v ** 2 = logsumexp_v 2 z_v - 2 logsumexp_v z_v
 
-Products are accumulated in float32, over tiles of positions too, whatever the weights are in. The
+Products are accumulated in float32 for weights of any dtype, also over tiles of positions. The
 gradient of a log-prob,
 
     d logp(y) / d z_v = [v = y] - p_v,   p_v = exp(z_v - logsumexp z)
 
-is computed from the tiles that were kept; the others are projected again. That is a quarter of a
-head's work, all of which is saved where tokens of a batch times vocabulary is at most 16 million.
+is computed from the kept tiles; the others are projected again. Projection is a quarter of a head's
+work, and none is repeated if a batch's tokens times the vocabulary is at most 16 million.
 
-A CPU has tiles that stay in its cache. A GPU reads and writes all of a tile in each operation that
-is not fused with the next, so there each reduction of a tile is compiled into one pass over it.
+On a CPU, tiles stay in its cache. A GPU reads and writes a whole tile for each operation that is
+not fused with the next, so there each reduction of a tile is compiled into one pass.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HEAD_VERSION = "fused-2 float32"
 # On a CPU a tile and its softmax should stay in the cache; a GPU wants larger products.
 TILE_ROWS = {"cpu": 1024, "cuda": 4096}
 TILE_VOCABULARY = {"cpu": 512, "cuda": 16_384}  # 64M elements at most
-BUFFER_BYTES = 64 << 20  # of logits that are kept for the backward pass
+BUFFER_BYTES = 64 << 20  # of logits kept for the backward pass
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class OutputHead:
 
 
 def output_head(model: Any) -> OutputHead | None:
-    """The head of a causal model; None if it is more than a plain projection."""
+    """The head of a causal model; None if it is not a plain projection."""
     layer = model.get_output_embeddings()
     # An adapter on the head is a wrapper whose `weight` lacks the adapter.
     if not isinstance(layer, nn.Linear) or layer.weight.is_meta:
@@ -77,7 +77,7 @@ def output_head(model: Any) -> OutputHead | None:
 
 
 def head_spec(config: Any) -> HeadSpec:
-    """Scale and softcap of a config, as Cohere, Granite and Gemma 2 spell them."""
+    """Scale and softcap from a config, under the names of Cohere, Granite and Gemma 2."""
     config = config.get_text_config(decoder=True)
     divisor = _number(config, "logits_scaling", 1.0)
     scale = _number(config, "logit_scale", 1.0) / divisor
@@ -94,18 +94,19 @@ def fused_rows(
     hidden: Tensor,
     targets: Tensor,
     *,
-    purity: bool,
+    collision_logps: bool,
     buffer: LogitsBuffer | None = None,
 ) -> Tensor:
     """Log p of `targets` (T,) given `hidden` (T, hidden): (1, T) float32.
 
-    With `purity` a second row is log sum_v p_v ** 2. Only log p has a gradient, where gradients are
-    enabled; logits are kept for it in `buffer`.
+    With `collision_logps` a second row is log sum_v p_v ** 2. Only log p has a gradient, if
+    gradients are enabled; `buffer` keeps logits for it.
     """
     if not torch.is_grad_enabled():
-        return score_targets(hidden, head, targets, KeptLogits(), purity=purity)[0]
+        kept = KeptLogits()
+        return score_targets(hidden, head, targets, kept, collision_logps=collision_logps)[0]
     rows: Tensor = FusedLogps.apply(  # type: ignore[no-untyped-call]
-        hidden, targets, purity, buffer, head.weight, head.bias, head.spec
+        hidden, targets, collision_logps, buffer, head.weight, head.bias, head.spec
     )
     return rows
 
@@ -113,20 +114,22 @@ def fused_rows(
 class LogpHead(nn.Linear):
     """An output embedding that returns `fused_rows` when it is called with targets.
 
-    It has to be called: ZeRO-3 gathers a module's weight around its call and nowhere else.
+    It must be called, because ZeRO-3 gathers a module's weight only around its call.
     """
 
     spec: HeadSpec
     buffer: LogitsBuffer
 
     def forward(
-        self, hidden: Tensor, targets: Tensor | None = None, *, purity: bool = False
+        self, hidden: Tensor, targets: Tensor | None = None, *, collision_logps: bool = False
     ) -> Tensor:
         """`fused_rows` of `targets` given `hidden` (T, hidden); without targets the logits."""
         if targets is None:
             return super().forward(hidden)
         head = OutputHead(self.weight, self.bias, self.spec)
-        return fused_rows(head, hidden, targets, purity=purity, buffer=self.buffer)
+        return fused_rows(
+            head, hidden, targets, collision_logps=collision_logps, buffer=self.buffer
+        )
 
 
 def call_head_for_logps(model: Any) -> None:
@@ -145,23 +148,25 @@ class FusedLogps(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         targets: Tensor,
-        purity: bool,
+        collision_logps: bool,
         buffer: LogitsBuffer | None,
         *head: Any,
     ) -> Tensor:
-        """Scores as without gradients; keeps a number per position, and logits that fit."""
-        # The parameters themselves, not save_for_backward: ZeRO-3 empties them after each use
-        # and fills the same objects again before their backward.
+        """Computes the log-probs; keeps a log-sum-exp per position, and logits that fit."""
+        # The parameters themselves instead of save_for_backward: ZeRO-3 empties them after each
+        # use and fills the same objects again before their backward.
         ctx.head = OutputHead(*head)
         ctx.kept = KeptLogits() if buffer is None else buffer.acquire(hidden.device)
-        rows, logsumexp = score_targets(hidden, ctx.head, targets, ctx.kept, purity=purity)
+        rows, logsumexp = score_targets(
+            hidden, ctx.head, targets, ctx.kept, collision_logps=collision_logps
+        )
         ctx.save_for_backward(hidden, targets, logsumexp)
         return rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients that are asked for; a frozen head adds no work."""
+        """The needed gradients; a frozen head costs nothing."""
         hidden, targets, _ = ctx.saved_tensors
         head: OutputHead = ctx.head
         needs_hidden, _, _, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
@@ -169,7 +174,7 @@ class FusedLogps(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
         grad_weight = new(head.weight) if needs_weight else None
         grad_bias = new(head.bias) if needs_bias and head.bias is not None else None
-        # Minus the loss's slope in each log-prob, times the logit's scale.
+        # The negative gradient of each log-prob, times the logit's scale.
         slopes = -head.spec.scale * grad_rows[0]
         if len(targets):
             _write_gradients(ctx, slopes, grad_hidden, grad_weight, grad_bias)
@@ -186,7 +191,7 @@ def _write_gradients(
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
 ) -> None:
-    """Writes the gradients that are asked for, that of hidden states before its slopes."""
+    """Writes the needed gradients; that of hidden states is not yet times its slopes."""
     hidden, targets, logsumexp = ctx.saved_tensors
     head: OutputHead = ctx.head
     states = operand(hidden)
@@ -194,7 +199,7 @@ def _write_gradients(
     unit = slopes.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
     # (hidden, T), laid out for the fastest products.
     weighted = (states * (slopes / unit)[:, None]).to(states.dtype).t()
-    if not states.is_cuda:  # there rows of any number of tokens would not be aligned
+    if not states.is_cuda:  # on a GPU, rows of any number of tokens would not be aligned
         weighted = weighted.contiguous()
     rows = tile_rows(states.device, len(targets))
     tiles = Tiles(states, min(rows, len(targets)), ctx.kept)
@@ -218,7 +223,7 @@ def _write_gradients(
                 _add_product(of_weight, weighted[:, part], of_logits)
             if grad_bias is not None:
                 of_bias.addmv_(of_logits.float().t(), slopes[part])
-            del logits, of_logits  # on a GPU: before the next tile takes as much again
+            del logits, of_logits  # frees GPU memory before the next tile
         if grad_weight is not None:
             grad_weight[columns] = of_weight.mul_(unit).t()
         if grad_bias is not None:
@@ -226,31 +231,30 @@ def _write_gradients(
 
 
 def score_targets(
-    hidden: Tensor, head: OutputHead, targets: Tensor, kept: KeptLogits, *, purity: bool
+    hidden: Tensor, head: OutputHead, targets: Tensor, kept: KeptLogits, *, collision_logps: bool
 ) -> tuple[Tensor, Tensor]:
-    """`fused_rows` without a gradient, and the log-sum-exp of each position's logits: (T,) float32.
-
-    The latter turns any other logit into a probability.
-    """
+    """`fused_rows` without a gradient, and each position's log-sum-exp of logits, (T,) float32."""
     count = len(targets)
-    scored = torch.empty((2 if purity else 1, count), dtype=torch.float32, device=hidden.device)
+    scored = torch.empty(
+        (2 if collision_logps else 1, count), dtype=torch.float32, device=hidden.device
+    )
     sums = torch.empty_like(scored[0])
     rows = tile_rows(hidden.device, count)
     tiles = Tiles(hidden, min(rows, count), kept)
     for start in range(0, count, rows):
         states, tile = hidden[start : start + rows], slice(start, start + rows)
-        logs, purities = _sums(states, start, head, tiles, purity=purity)
+        logs, collisions = _sums(states, start, head, tiles, collision_logps=collision_logps)
         sums[tile] = logsumexp = torch.logsumexp(logs, dim=0)
         scored[0, tile] = _target_logits(states, head, targets[tile]) - logsumexp
-        if purity:
-            # Each tile's fraction of the whole is at most 1, so nothing overflows.
-            fractions = 2 * (logs - logsumexp) + purities
+        if collision_logps:
+            # Each tile's fraction of the total is at most 1, so nothing overflows.
+            fractions = 2 * (logs - logsumexp) + collisions
             scored[1, tile] = torch.logsumexp(fractions, dim=0)
     return scored, sums
 
 
 def tile_rows(device: torch.device, count: int) -> int:
-    """Positions per tile for `count` positions; on a GPU all tiles are about equally large."""
+    """Positions per tile for `count` positions; on a GPU all tiles have about equal size."""
     most = TILE_ROWS.get(device.type, 2048)
     if device.type != "cuda":
         return most
@@ -258,38 +262,38 @@ def tile_rows(device: torch.device, count: int) -> int:
 
 
 def operand(states: Tensor) -> Tensor:
-    """The states in the dtype of products: CPUs need float32, GPUs accumulate in it."""
+    """The hidden states in the dtype of products: float32 on a CPU; GPUs accumulate in float32."""
     return states if states.is_cuda else states.float()
 
 
 def _sums(
-    states: Tensor, first: int, head: OutputHead, tiles: Tiles, *, purity: bool
+    states: Tensor, first: int, head: OutputHead, tiles: Tiles, *, collision_logps: bool
 ) -> tuple[Tensor, Tensor]:
-    """The reductions of each tile of the vocabulary: (tiles, rows) float32, two times.
+    """Two reductions of each tile of the vocabulary, (tiles, rows) float32 each.
 
-    Its log-sum-exp; and log sum p ** 2 as if there were no other tile, where purity is wanted.
+    Its log-sum-exp; with `collision_logps` also log sum p ** 2 over this tile alone.
     """
     logs: list[Tensor] = []
-    purities: list[Tensor] = []
+    collisions: list[Tensor] = []
     states = operand(states)
     for start in range(0, len(head.weight), tiles.width):
         tile = head.columns(slice(start, start + tiles.width))
         logits = tiles.logits_of(states, tile, (first, start))
         if logits.is_cuda:
             logs.append(compiled(log_sum_exp)(logits))
-            if purity:
-                purities.append(compiled(log_purity)(logits))
-            del logits  # before the next tile takes as much again
+            if collision_logps:
+                collisions.append(compiled(log_collision)(logits))
+            del logits  # frees memory before the next tile
             continue
         softmax = tiles.softmax_like(logits)
-        # Faster than logsumexp over a tile in cache. Any z_v - log_softmax(z)_v is the log-sum-exp;
-        # the largest logit gives the most exact one.
+        # Faster than logsumexp over a tile in the cache. Every z_v - log_softmax(z)_v equals the
+        # log-sum-exp; the largest logit gives the most exact value.
         torch.log_softmax(logits, dim=1, out=softmax)
         logs.append(logits.amax(dim=1) - softmax.amax(dim=1))
-        if purity:
-            purities.append(softmax.mul_(2).exp_().sum(dim=1).log_())
+        if collision_logps:
+            collisions.append(softmax.mul_(2).exp_().sum(dim=1).log_())
     stacked = torch.stack(logs)
-    return stacked, torch.stack(purities) if purity else stacked[:0]
+    return stacked, torch.stack(collisions) if collision_logps else stacked[:0]
 
 
 def _target_logits(states: Tensor, head: OutputHead, targets: Tensor) -> Tensor:
@@ -300,7 +304,7 @@ def _target_logits(states: Tensor, head: OutputHead, targets: Tensor) -> Tensor:
 
 
 def _shaped(logits: Tensor, spec: HeadSpec) -> Tensor:
-    """The logits, scaled and capped in their own memory."""
+    """The logits, scaled and capped in place."""
     if spec.scale != 1.0:
         logits *= spec.scale
     if spec.softcap:
@@ -309,7 +313,7 @@ def _shaped(logits: Tensor, spec: HeadSpec) -> Tensor:
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:
-    """The product in float32, of operands in half precision too."""
+    """The product in float32, also for operands in half precision."""
     if left.dtype == torch.float32:
         return left @ right.float()
     return torch.mm(left, right, out_dtype=torch.float32)
@@ -318,7 +322,7 @@ def _products(left: Tensor, right: Tensor) -> Tensor:
 def _grad_logits_in_cache(
     logits: Tensor, logsumexp: Tensor, targets: Tensor, softcap: float, tiles: Tiles
 ) -> Tensor:
-    """`grad_logits` in float32, in a buffer that stays in the cache of a CPU: (rows, columns)."""
+    """`grad_logits` in float32, in a buffer that stays in a CPU's cache: (rows, columns)."""
     probabilities = torch.sub(logits, logsumexp[:, None], out=tiles.softmax_like(logits))
     probabilities.exp_()
     inside = (targets >= 0) & (targets < logits.shape[1])
@@ -342,19 +346,19 @@ TileOrigin = tuple[int, int]  # the first position and the first token of a tile
 
 
 class Tiles:
-    """Two buffers that every tile of a call reuses, and the tiles that are kept instead."""
+    """Two buffers that all tiles of a call reuse, and the kept tiles."""
 
     def __init__(self, hidden: Tensor, rows: int, kept: KeptLogits) -> None:
-        """Buffers for tiles of `rows` positions; on a GPU new memory costs nothing."""
+        """Buffers for tiles of `rows` positions; a GPU needs none, as new memory is cheap there."""
         self.width, self.kept = TILE_VOCABULARY.get(hidden.device.type, 2048), kept
         size = 0 if hidden.is_cuda else rows * self.width
         buffers = torch.empty(2, size, dtype=torch.float32, device=hidden.device)
         self.logits, self.softmax = buffers[0], buffers[1]
 
     def logits_of(self, states: Tensor, head: OutputHead, origin: TileOrigin) -> Tensor:
-        """The model's own logits of the tile that begins at `origin`: (rows, columns) float32.
+        """The model's own logits of the tile at `origin`, (rows, columns) float32.
 
-        They may be kept, so they are not to be changed.
+        They may be kept, so they must not be changed.
         """
         if origin in self.kept.tiles:
             return self.kept.tiles[origin]
@@ -380,7 +384,7 @@ class Tiles:
 
 
 class KeptLogits:
-    """The tiles of one call that fit into a buffer, the first ones first."""
+    """The first tiles of one call, as many as fit into a buffer."""
 
     def __init__(self, free: Tensor | None = None) -> None:
         self.tiles: dict[TileOrigin, Tensor] = {}
@@ -392,12 +396,12 @@ class KeptLogits:
         self.is_needed = False
 
     def invalidate(self) -> None:
-        """Forgets the tiles: the buffer is another call's, and a backward pass projects again."""
+        """Drops the tiles when another call takes the buffer; the backward pass projects again."""
         self.tiles.clear()
         self._free = self._free[:0]
 
     def space(self, origin: TileOrigin, shape: tuple[int, int]) -> Tensor | None:
-        """The memory in which a tile is kept; None if the buffer is full."""
+        """The memory for a tile; None if the buffer is full."""
         size = shape[0] * shape[1]
         if size > len(self._free):
             return None
@@ -407,9 +411,9 @@ class KeptLogits:
 
 
 class LogitsBuffer:
-    """The logits buffer of a head, used by one call at a time; other calls keep nothing.
+    """The logits buffer of a head, used by one call at a time; other calls keep no tiles.
 
-    It outlives the calls: allocating it again would cost more than it saves.
+    It is not freed between calls: allocating it again would cost more than it saves.
     """
 
     def __init__(self, size: int = BUFFER_BYTES) -> None:
@@ -421,7 +425,7 @@ class LogitsBuffer:
         return LogitsBuffer, (self._size,)  # a copy of the head has a buffer of its own
 
     def acquire(self, device: torch.device) -> KeptLogits:
-        """The buffer for the tiles of a call, until it is released or no longer referenced."""
+        """The buffer for one call, until it is released or no longer referenced."""
         last = self._last() if self._last is not None else None
         if last is not None:
             if last.is_needed:
@@ -440,17 +444,17 @@ def log_sum_exp(logits: Tensor) -> Tensor:
     return torch.logsumexp(logits, dim=1)
 
 
-def log_purity(logits: Tensor) -> Tensor:
-    """Log of sum p ** 2 of each row, as if there were no other tile: (rows,)."""
+def log_collision(logits: Tensor) -> Tensor:
+    """Log of sum p ** 2 of each row, with p over this tile alone: (rows,)."""
     return torch.logsumexp(2 * logits, dim=1) - 2 * torch.logsumexp(logits, dim=1)
 
 
 def grad_logits(
     logits: Tensor, logsumexp: Tensor, targets: Tensor, softcap: float, dtype: torch.dtype
 ) -> Tensor:
-    """p_v - [v = y], times the slope of the softcap, in `dtype`: (rows, columns).
+    """p_v - [v = y], times the derivative of the softcap, in `dtype`: (rows, columns).
 
-    `targets` (rows,) are counted from the tile's first token.
+    `targets` (rows,) are relative to the tile's first token.
     """
     columns = torch.arange(logits.shape[1], device=logits.device)
     found = (logits - logsumexp[:, None]).exp() - (columns[None, :] == targets[:, None]).float()
@@ -462,7 +466,7 @@ def grad_logits(
 
 @cache
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function compiled for tiles of any size, or itself where nothing can be compiled."""
+    """The function compiled for tiles of any size; itself if it cannot be compiled."""
     made, can_compile = torch.compile(function, dynamic=True), True
 
     def run(*arguments: Any) -> Tensor:
@@ -470,7 +474,7 @@ def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if can_compile:
             try:
                 result: Tensor = made(*arguments)
-            except Exception as error:  # a missing compiler shows itself in many ways
+            except Exception as error:  # a missing compiler fails in many ways
                 if is_out_of_memory(error):
                     raise
                 can_compile, why = False, str(error).split("\n")[0]

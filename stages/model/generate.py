@@ -24,7 +24,7 @@ from .transformers_compat import quiet
 
 _public: Any = transformers  # its stub names few of its classes
 
-# A part of every sample's key: counts up when the same key would give another sample.
+# A part of every sample's key; raised when the same key would give another sample.
 SAMPLING_VERSION = "keyed-gumbel-1"
 
 
@@ -58,9 +58,9 @@ class Generator:
         tokens_per_batch: int,
         require_unchanged: Callable[[], None] = lambda: None,
     ) -> None:
-        """`require_unchanged` is called after each batch, and refuses changed model files."""
+        """`require_unchanged` is called after each batch to refuse changed model files."""
         self._model: Any = causal_model(model)
-        # The folder's other generation settings, such as a penalty, are no part of a sample's key.
+        # The folder's other generation settings, such as a penalty, are not in a sample's key.
         self._model.generation_config = _public.GenerationConfig()
         self._sampling = sampling
         self._stops = sorted(stops)
@@ -82,8 +82,8 @@ class Generator:
             if drawn is None:
                 if len(batch) == 1:
                     raise UsageError(
-                        f"There is no memory for one sample of {width:,} tokens. Lower "
-                        "--max-new-tokens, or sample where there is more memory."
+                        f"Memory does not suffice for one sample of {width:,} tokens. Lower "
+                        "--max-new-tokens, or use a device with more memory."
                     )
                 self._tokens_per_batch = width * (len(batch) // 2)
                 continue
@@ -171,8 +171,8 @@ def own_stops(options: ModelOptions) -> frozenset[int]:
                 continue
             if type(token) is not int or token < 0:
                 raise UsageError(
-                    f"{file}: eos_token_id is {given!r:.100}, and must be a token's number or a "
-                    "list of them. Correct the entry, or take it out."
+                    f"{file}: eos_token_id is {given!r:.100}, but must be a token id or a list of "
+                    "them. Correct the entry, or remove it."
                 )
             stops.add(token)
     return frozenset(stops)

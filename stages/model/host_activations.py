@@ -23,10 +23,10 @@ def keeps_on_host(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _to_host(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-    # Masks and positions are the same tensors for every layer: copies would only take memory.
+    # Masks and positions are shared by all layers: copies would only take memory.
     if tensor.device.type == "cpu" or not tensor.requires_grad:
         return tensor
-    # Copies to pinned memory do not block, and are ordered by the stream that computes.
+    # Copies to pinned memory do not block; the compute stream orders them.
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return tensor.device, host.copy_(tensor.detach(), non_blocking=True)
 

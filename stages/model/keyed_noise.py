@@ -1,8 +1,8 @@
-"""Counter-based noise for drawing tokens: a hash that depends on no generator, batch or device.
+"""Counter-based noise for drawing tokens: a hash, independent of generator, batch and device.
 
-The token of a position is the one with the largest score plus noise (the Gumbel-max trick), which
-draws it with its probability. The noise is a function of the prompt, the seed, the number of the
-sample, the position and the token, so a sample stays the same in any batch and any order.
+The drawn token has the largest score plus noise (the Gumbel-max trick), so each token is drawn with
+its probability. The noise is a function of the prompt, the seed, the number of the sample, the
+position and the token, so a sample is the same in any batch and any order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import LogitsProcessor
 STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 SECOND = 0x94D049BB133111EB - (1 << 64)
-UNIFORM_BITS = 52  # and a half more: as many as a float64 between 0 and 1 holds
+UNIFORM_BITS = 52  # plus one half: as many as a float64 between 0 and 1 holds
 
 
 def stream_of(prompt: str, seed: int, number: int) -> int:
@@ -54,11 +54,11 @@ def _shifted(words: Tensor, bits: int) -> Tensor:
 
 
 class KeyedNoise(LogitsProcessor):
-    """Adds Gumbel noise of each row's stream to its scores; the largest sum is the draw."""
+    """Adds Gumbel noise of each row's stream to its scores; the largest sum is drawn."""
 
     def __init__(self, streams: Sequence[int], prompt_length: int, device: torch.device) -> None:
         self._streams = torch.tensor(streams, dtype=torch.int64, device=device)
-        self._prompt_length = prompt_length  # padding included
+        self._prompt_length = prompt_length  # with padding
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores of the next token plus noise, in float64."""

@@ -1,4 +1,4 @@
-"""Loads a causal language model as the options say, its adapter on it, or in 4 bits."""
+"""Loads a causal language model by the options: with an adapter, or in 4 bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 OTHER_CONFIG = "Use the config.json that belongs to these weights."
 
-# Constants that models like GPT-2 once stored in each layer; transformers ignores only some.
+# Constants that old GPT-2-like models store in each layer; transformers ignores only some.
 _CAUSAL_MASK = re.compile(r"\.(attn|attention)\.(attention\.)?(masked_)?bias$")
 
 
@@ -39,16 +39,16 @@ class Resolved:
     attention: str
     device: str  # cpu or cuda
     hidden_size: int
-    context: int | None  # most tokens of a text, where there is a bound
+    context: int | None  # most tokens of a text; None: no bound
 
 
 def load_causal_lm(options: ModelOptions) -> nn.Module:
-    """The frozen model, its adapter active and dropout off, on its device."""
+    """The frozen model on its device, with its adapter active and dropout off."""
     return load_model(options).eval().requires_grad_(False)
 
 
 def load_model(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> nn.Module:
-    """The model, its adapter active, on its device."""
+    """The model on its device, with its adapter active."""
     resolved = resolve(options)
     with quiet():
         model, _ = from_folder(options, resolved, kind)
@@ -61,15 +61,15 @@ def load_model(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> nn.Mo
 
 
 def load_in_4_bits(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> nn.Module:
-    """The model with every linear layer but its head in NF4, whose scales are quantized too.
+    """The model with every linear layer except its head in NF4, with quantized scales.
 
     https://arxiv.org/abs/2305.14314
     """
     if options.adapter or "quantization_config" in model_config(options.path):
-        what = f"adapter {options.adapter}" if options.adapter else "weights that are quantized"
+        what = f"the adapter {options.adapter}" if options.adapter else "quantized weights"
         raise UsageError(
-            f"{options.path} has the {what}, and lora.quantize makes 4 bits of plain weights only. "
-            "Merge them into a plain model first, or set lora.quantize to none."
+            f"{options.path} has {what}, but lora.quantize needs plain weights. Merge them into a "
+            "plain model first, or set lora.quantize to none."
         )
     resolved = resolve(options)
     packing = _public.BitsAndBytesConfig(
@@ -78,22 +78,22 @@ def load_in_4_bits(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> n
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=DTYPES[resolved.dtype],
     )
-    # Each layer is packed as it is read: the whole model in 16 bits is never on the device.
+    # Each layer is quantized as it is read: the device never holds the 16-bit model.
     options = replace(options, device_map=rank_device(resolved.device))
     with quiet():
         model, _ = from_folder(options, resolved, kind, {"quantization_config": packing})
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            # Some CPUs would pack the weights anew, and more coarsely, for evaluation.
+            # Some CPUs would quantize the weights again, more coarsely, for evaluation.
             module.support_avx512bf16_for_cpu = False
     packed: nn.Module = model
     return packed
 
 
 def unused_weights(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> list[str]:
-    """Names of stored tensors that the model does not use, refused unless allowed.
+    """Names of stored tensors that the model does not use; refused unless allowed.
 
-    No tensor is read. Quantized weights are checked only when they are loaded.
+    No tensor is read. Quantized weights are checked when they are loaded.
     """
     if "quantization_config" in model_config(options.path):
         return []
@@ -154,15 +154,14 @@ def empty_model(options: ModelOptions, dtype: str, kind: Any) -> nn.Module:
 
 
 def _config(options: ModelOptions, settings: dict[str, Any]) -> Any:
-    """The config as transformers reads it; of some settings it makes one for each layer."""
+    """The config as transformers reads it; it expands some settings to one per layer."""
     remedy = (
-        f"Use an architecture that transformers {transformers.__version__} knows, and settings as "
-        "it writes them."
+        f"Use an architecture and settings that transformers {transformers.__version__} supports."
     )
     file = Path(options.path) / CONFIG
     if "auto_map" in settings and settings.get("model_type") not in transformers.CONFIG_MAPPING:
         raise UsageError(
-            f"{file}: the model needs code of its folder, which align never runs. {remedy}"
+            f"{file}: the model needs code from its folder, which align never runs. {remedy}"
         )
     with as_usage_error(f"{file}: transformers cannot read this model's config.json", remedy):
         return AutoConfig.from_pretrained(
@@ -174,11 +173,11 @@ def from_folder(
     options: ModelOptions, resolved: Resolved, kind: Any, packing: Mapping[str, Any] | None = None
 ) -> tuple[Any, list[str]]:
     """The folder's model, loaded by transformers, and the names of tensors it does not use."""
-    # cuDNN plans each new batch shape on the CPU: with lengths that differ from batch to batch that
-    # took three quarters of a training step on an H100. torch has other kernels.
+    # cuDNN plans each new batch shape on the CPU. With changing lengths, that took three quarters
+    # of a training step on an H100; torch has other kernels.
     torch.backends.cuda.enable_cudnn_sdp(False)
     if options.device_map:
-        # Models on several devices import DeepSpeed, which prints the accelerator it finds itself.
+        # A model on several devices imports DeepSpeed, which prints the accelerator it finds.
         found = "cuda" if torch.cuda.is_available() else "cpu"
         os.environ.setdefault("DS_ACCELERATOR", found)
     cannot = f"{options.path}: the model cannot be loaded from config.json and its weights"
@@ -200,7 +199,7 @@ def from_folder(
 
 
 def _unpacking(folder: str) -> dict[str, Any]:
-    """Arguments that dequantize MXFP4 weights, whose kernel would be fetched from the Hub."""
+    """Arguments that dequantize MXFP4 weights; their kernel would be fetched from the Hub."""
     quantized = model_config(folder).get("quantization_config") or {}
     if quantized.get("quant_method") != "mxfp4":
         return {}
@@ -208,28 +207,27 @@ def _unpacking(folder: str) -> dict[str, Any]:
 
 
 def _require_all_taken(options: ModelOptions, report: Mapping[str, Any]) -> list[str]:
-    """Refuses a model that lacks tensors or leaves out stored ones, by transformers' report.
+    """Refuses missing, mismatched and unused tensors in transformers' report of loading.
 
-    Returns the names of the unused tensors where these are allowed.
+    Returns the names of unused tensors if these are allowed.
     """
     if missing := sorted(report["missing_keys"]):
         raise UsageError(
-            f"{options.path}: the weights lack {len(missing)} tensors of the model of config.json. "
+            f"{options.path}: the weights lack {len(missing)} tensors that config.json needs. "
             f"First: {missing[:10]}. Set model.path to a folder with all of them."
         )
     if mismatched := sorted(report["mismatched_keys"]):
         name, stored, wanted = mismatched[0]
         raise UsageError(
-            f"{options.path}: {len(mismatched)} tensors have another shape than config.json asks "
-            f"for. First: {name} is {list(stored)}, not {list(wanted)}. {OTHER_CONFIG}"
+            f"{options.path}: {len(mismatched)} tensors have another shape than in config.json. "
+            f"First: {name} is {list(stored)}, not {list(wanted)}. {OTHER_CONFIG}"
         )
     unused = sorted(name for name in report["unexpected_keys"] if not _CAUSAL_MASK.search(name))
     if unused and not options.allow_unused_weights:
         raise UsageError(
-            f"{options.path}: the model of config.json does not use {len(unused)} of the tensors "
-            f"stored here. First: {unused[:10]}. Use the config.json that belongs to these "
-            "weights. If the model is meant to go without them, pass --set "
-            "model.allow_unused_weights=true."
+            f"{options.path}: the model of config.json does not use {len(unused)} of the stored "
+            f"tensors. First: {unused[:10]}. Use the config.json that belongs to these weights, or "
+            "pass --set model.allow_unused_weights=true if the model does not need them."
         )
     return unused
 
@@ -244,15 +242,15 @@ def chosen_device(options: ModelOptions) -> str:
 
 
 def device_bytes(device: str) -> int:
-    """The memory of this process' GPU; 0 for a CPU, whose memory is not this process' alone."""
+    """The memory of this process's GPU; 0 for a CPU, whose memory other processes share."""
     if device != "cuda":
         return 0
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def rank_device(device: str) -> str:
-    """The device of this rank: under a launcher every rank of a machine has its own GPU."""
-    # A rank of stage 1 never meets the others: it knows what srun says, and has no LOCAL_RANK.
+    """The device of this rank; under a launcher every rank of a machine has its own GPU."""
+    # Ranks of stage 1 do not communicate: they know only srun's variables, without LOCAL_RANK.
     of_srun = os.environ.get("SLURM_LOCALID", "") if "SLURM_STEP_ID" in os.environ else ""
     rank = os.environ.get("LOCAL_RANK", of_srun)
     if device != "cuda" or not rank.isdigit():

@@ -1,4 +1,4 @@
-"""Computes log-probabilities or scores of the branches of a batch, for both stages."""
+"""Computes log-probabilities or scores of the completions of a batch, for both stages."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from .tree_attention import (
     tree_mask,
 )
 
-CPU_TOKENS = 1024  # a pass of twice as many is a tenth faster, for twice the activations
-EXACT_ELEMENTS = 1 << 26  # logits in memory at once in the exact head, unless a tree needs more
+CPU_TOKENS = 1024  # twice as many are a tenth faster, but need twice the activations
+EXACT_ELEMENTS = 1 << 26  # most logits in memory in the exact head, unless a tree has more
 
 
 @dataclass(frozen=True)
 class ScoringPath:
-    """The layout and head a model is scored with."""
+    """The attention layout and the head for scoring a model."""
 
     layout: Literal["flex", "packed", "tree", "plain"]
     head: Literal["fused", "exact", "score"]
 
     def __str__(self) -> str:
-        """The path in words, as it is printed and logged."""
+        """The path in words, for the log."""
         return f"{self.layout} rows with the {self.head} head"
 
     @property
     def packs(self) -> bool:
-        """Whether trees are laid end to end; else each is as long as the longest of its batch."""
+        """Whether trees are joined end to end; else each is padded to the longest of its batch."""
         return self.layout in {"flex", "packed"}
 
     def rows(self, trees: Sequence[Tree]) -> Sequence[Tree]:
-        """The rows of a batch of trees: in the plain layout one for each branch."""
+        """The rows of a batch of trees; the plain layout has one per branch."""
         return single_branches(trees) if self.layout == "plain" else trees
 
     def batch(self, rows: Sequence[Tree], device: torch.device) -> TreeBatch:
@@ -63,7 +63,7 @@ class ScoringPath:
 class ScalarHead(nn.Linear):
     """A projection to one number, computed in float32 for weights of any dtype.
 
-    It has to be called: ZeRO-3 gathers a module's weight around its call and nowhere else.
+    It must be called, because ZeRO-3 gathers a module's weight only around its call.
     """
 
     def forward(self, states: Tensor) -> Tensor:
@@ -82,30 +82,30 @@ def branch_outputs(
     batch: TreeBatch,
     path: ScoringPath,
     *,
-    purity: bool = False,
+    collision_logps: bool = False,
     states: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Outputs of one pass of a model for every completion token of a batch.
 
-    Rows, (1 or 2, T) float32: log p and, on request, purity without a gradient. On request also the
-    hidden states that predict the tokens: (T, hidden).
+    Rows, (1 or 2, T) float32: log p and, on request, collision log-probs without a gradient. On
+    request also the hidden states that predict the tokens: (T, hidden).
     """
     inner: Any = causal_model(model)
     if path.head == "exact":
         inputs = _inputs(inner, batch, path)
         outputs = inner(**inputs, **({"output_hidden_states": True} if states else {}))
-        rows = _exact_rows(outputs.logits.flatten(0, 1), batch, purity=purity)
+        rows = _exact_rows(outputs.logits.flatten(0, 1), batch, collision_logps=collision_logps)
         if not states:
             return rows, rows[0, :0]
         if not outputs.get("hidden_states"):
             raise UsageError(
-                "The model does not give its hidden states, and its logits cannot be had from them "
-                "by a plain projection: a value head has nothing to read. Use another model."
+                "A value head needs hidden states, but this model's head is not a plain projection "
+                "of them. Use another model."
             )
         hidden = outputs.hidden_states[-1].flatten(0, 1)
         return rows, hidden[batch.predictors.to(hidden.device)]
     predictors = last_states(inner, batch, path)[batch.predictors]
-    return head_rows(inner, predictors, batch.targets, purity=purity), predictors
+    return head_rows(inner, predictors, batch.targets, collision_logps=collision_logps), predictors
 
 
 def last_states(inner: Any, batch: TreeBatch, path: ScoringPath) -> Tensor:
@@ -148,8 +148,8 @@ def branch_scores(
 def _last_positions(trees: Sequence[Tree], batch: TreeBatch, pad: int) -> np.ndarray:
     """Positions at which the branches are scored, in (rows * length).
 
-    Each is the last token that is not the padding token, because transformers finds a text's end
-    so: where a tokenizer pads with its EOS, the token before it is scored.
+    As in transformers, a text ends with its last token that is not the padding token: if a
+    tokenizer pads with its EOS, the token before the EOS is scored.
     """
     positions = []
     for tree, (start, *begins) in zip(trees, batch.edges, strict=True):
@@ -163,20 +163,20 @@ def _last_positions(trees: Sequence[Tree], batch: TreeBatch, pad: int) -> np.nda
 
 
 def require_known_ids(model: nn.Module, trees: Sequence[Tree]) -> None:
-    """Refuses token ids that the model has no embedding for."""
+    """Refuses token ids without an embedding in the model."""
     known = causal_model(model).config.get_text_config(decoder=True).vocab_size
     parts = (ids for tree in trees for ids in (tree.prompt, *tree.branches))
     highest = max((int(ids.max(initial=0)) for ids in parts), default=0)
     if highest >= known:
         raise UsageError(
-            f"The rows have the token id {highest}, and the model has embeddings for {known} "
-            "tokens, from 0 on. Resize them to its tokenizer (resize_token_embeddings), or use the "
-            "model that the tokenizer is of."
+            f"The rows have the token id {highest}, but the model has only {known} embeddings. "
+            "Resize them to the tokenizer (resize_token_embeddings), or use the tokenizer's own "
+            "model."
         )
 
 
 def causal_model(model: Any) -> Any:
-    """The transformers model inside a PEFT wrapper, if there is one; its layers stay adapted."""
+    """The transformers model, without a PEFT wrapper; its layers stay adapted."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -186,25 +186,25 @@ def input_device(model: nn.Module) -> torch.device:
     device: torch.device = inner.get_input_embeddings().weight.device
     if device.type != "meta":
         return device
-    # Offloaded to memory or disk, and loaded onto the first GPU when it is called.
+    # The embedding is offloaded, and loaded onto the first GPU when it is called.
     gpus = gpus_of(inner)
     return torch.device(gpus[0] if gpus else "cpu")
 
 
 def gpus_of(inner: Any) -> list[Any]:
-    """The GPUs of the layers, in order, of a model that device_map spreads."""
+    """The GPUs of the layers, in order, of a model with a device_map."""
     devices = getattr(inner, "hf_device_map", {}).values()
     return [device for device in devices if device not in {"cpu", "disk"}]
 
 
 def own_attention(model: Any) -> str:
-    """The attention that a model was loaded with, even where a layout's has replaced it."""
+    """The attention with which a model was loaded, even if a layout has replaced it."""
     own: str = getattr(model, "replaced_attention", "") or attention_of(model)
     return own
 
 
 def _use_attention(model: Any, path: ScoringPath) -> None:
-    """Sets the attention of the path: packed batches replace the model's own."""
+    """Sets the attention of the path; packed batches replace the model's own."""
     own = own_attention(model)
     wanted = {"packed": PIECES, "flex": FLEX}.get(path.layout, own)
     if attention_of(model) == wanted:
@@ -216,10 +216,10 @@ def _use_attention(model: Any, path: ScoringPath) -> None:
 
 
 def _inputs(model: Any, batch: TreeBatch, path: ScoringPath) -> dict[str, Any]:
-    """The inputs of the model for a batch; sets its attention to that of the path."""
+    """The inputs of the model for a batch; also sets the path's attention."""
     _use_attention(model, path)
     inputs: dict[str, Any] = {"input_ids": batch.token_ids}
-    # A composite hands on what only its decoder names.
+    # A composite model passes on arguments that only its decoder names.
     takers = (model.forward, model.get_decoder().forward)
     if any("use_cache" in inspect.signature(taker).parameters for taker in takers):
         inputs["use_cache"] = False
@@ -237,19 +237,19 @@ def _inputs(model: Any, batch: TreeBatch, path: ScoringPath) -> dict[str, Any]:
     return inputs
 
 
-def head_rows(model: Any, states: Tensor, targets: Tensor, *, purity: bool) -> Tensor:
+def head_rows(model: Any, states: Tensor, targets: Tensor, *, collision_logps: bool) -> Tensor:
     """The fused head's log p of `targets` given `states` (T, hidden): (1 or 2, T) float32."""
     layer = model.get_output_embeddings()
     if isinstance(layer, LogpHead):
-        rows: Tensor = layer(states, targets, purity=purity)
+        rows: Tensor = layer(states, targets, collision_logps=collision_logps)
         return rows
     head = output_head(model)
-    assert head is not None, "the probe refuses a fused head where there is none"
+    assert head is not None, "the probe chooses a fused head only if there is one"
     device = head.weight.device
-    return fused_rows(head, states.to(device), targets.to(device), purity=purity)
+    return fused_rows(head, states.to(device), targets.to(device), collision_logps=collision_logps)
 
 
-def _exact_rows(logits: Tensor, batch: TreeBatch, *, purity: bool) -> Tensor:
+def _exact_rows(logits: Tensor, batch: TreeBatch, *, collision_logps: bool) -> Tensor:
     """float32 log-softmax of the model's own logits (trees * length, vocabulary)."""
     pieces = []
     rows = max(1, EXACT_ELEMENTS // 4 // logits.shape[-1])
@@ -257,7 +257,7 @@ def _exact_rows(logits: Tensor, batch: TreeBatch, *, purity: bool) -> Tensor:
     for predictors, wanted in zip(torch.split(batch.predictors, rows), targets, strict=True):
         logps = torch.log_softmax(logits[predictors.to(logits.device)].float(), dim=-1)
         found = [logps.gather(1, wanted[:, None]).squeeze(1)]
-        if purity:
+        if collision_logps:
             found.append(torch.logsumexp(2 * logps.detach(), dim=-1))
         pieces.append(torch.stack(found))
     return torch.cat(pieces, dim=1)

@@ -1,8 +1,8 @@
-"""Bytes that a micro-batch takes: what its layers keep for the backward pass, and the head.
+"""The memory of a micro-batch: activations kept for the backward pass, and the head's.
 
-A model without weights runs forward once on the meta device, where tensors have a size and no
-content, and autograd hands over what it keeps: there is no formula for each family. Attention,
-whose kernels differ between devices, is stood in for by a function that keeps what they keep.
+A model without weights runs one forward pass on the meta device, where tensors have sizes but no
+content, and autograd's hooks report the kept tensors. So no model family needs a formula. Attention
+kernels differ between devices, so a function that keeps the same tensors replaces them.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from .tree_attention import TreeBatch
 
 FLOAT = 4  # bytes
 KERNEL = "align_kernel_on_meta"  # the attention of a model that is measured for a GPU
-# 126 layers keep 5,000 tensors, and ten times as many where attention goes completion by
-# completion. A model whose layers go over positions one by one would run for minutes.
+# 126 layers keep 5,000 tensors, and ten times as many with attention by completion. A model whose
+# layers loop over positions would run for minutes.
 MOST_TENSORS = 500_000
 
 
 class UntracedError(UsageError):
-    """The memory of a model is not known: its layers do not run without weights, or too long."""
+    """The memory of a model is unknown: its layers fail without weights, or run too long."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes that stay from the forward to the backward pass of so many tokens."""
+    """Bytes that a micro-batch keeps from the forward to the backward pass."""
 
     tokens: int
     whole: int
-    largest: int  # tensor of them
-    in_layer: int  # what one layer takes while it runs again in the backward pass; 0: none does
+    largest: int  # bytes of the largest kept tensor
+    in_layer: int  # bytes of one layer that is recomputed in the backward pass; 0: none is
 
 
 def kept(
     model: nn.Module, trees: Sequence[Tree], path: ScoringPath
 ) -> tuple[Kept, Kept, Kept | None]:
-    """What one micro-batch keeps: all, all but what is cheap, and the inputs of its layers.
+    """The kept bytes of one micro-batch: all, without cheap activations, and recomputed.
 
-    The last is with recomputed activations, if the model can. The model is on the meta device, and
-    recomputes from here on.
+    The last keeps only the inputs of layers; None if the model cannot recompute. The model is on
+    the meta device, and recomputes after this call.
     """
     inner = causal_model(model)
     with untraced():
@@ -67,7 +67,7 @@ def kept(
         whole, largest = _forward(model, batch, path, drops=False)
         plain = Kept(tokens, whole, largest, 0)
         dropping = plain
-        if path.layout == "packed":  # that of a CPU; elsewhere nothing is dropped
+        if path.layout == "packed":  # a CPU's layout; elsewhere nothing is dropped
             dropping = replace(plain, whole=_forward(model, batch, path, drops=True)[0])
         if not can_recompute(inner):
             return plain, dropping, None
@@ -79,7 +79,7 @@ def kept(
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Raises UntracedError for anything that layers raise where tensors have no numbers."""
+    """Raises UntracedError for any error of layers on tensors without content."""
     try:
         yield
     except AlignError:
@@ -92,10 +92,10 @@ def untraced() -> Iterator[None]:
 def _forward(
     model: nn.Module, batch: TreeBatch, path: ScoringPath, *, drops: bool
 ) -> tuple[int, int]:
-    """Bytes of all tensors that a forward pass keeps, weights left out, and of the largest."""
+    """Bytes of all tensors that a forward pass keeps, except weights, and of the largest one."""
     inner = causal_model(model)
     weights = {one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}
-    found: dict[int, Any] = {}  # storages by address: no other has it while they are held
+    found: dict[int, Any] = {}  # storages by address, which stays unique while they exist
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -110,17 +110,17 @@ def _forward(
     with _KeepingAttention(), hooks:
         if path.layout == "packed":
             states = last_states(inner, batch, path)
-        else:  # the kernel of a GPU, which reads no mask
+        else:  # a GPU's kernel reads no mask
             inner.set_attn_implementation(KERNEL)
             ids = {"input_ids": batch.token_ids, "position_ids": batch.positions}
             states = inner.base_model(**ids, use_cache=False).last_hidden_state.flatten(0, 1)
-        keep(states[batch.predictors])  # as the head does
+        keep(states[batch.predictors])  # like the head
     sizes = [storage.nbytes() for storage in found.values()]
     return sum(sizes), max(sizes)
 
 
 class _KeepingAttention(TorchFunctionMode):
-    """Replaces torch's attention by one that keeps what its kernels keep and computes nothing."""
+    """Replaces torch's attention by one that keeps the same tensors and computes nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is scaled_dot_product_attention:
@@ -144,7 +144,7 @@ class KeptAttention(torch.autograd.Function):
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls: no head's keys are repeated."""
+    """The attention function that transformers calls; keys are not repeated over heads."""
     output: Tensor = KeptAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
     return output.transpose(1, 2), None
 
@@ -153,15 +153,15 @@ AttentionInterface.register(KERNEL, _attend)
 
 
 def head_bytes(weight: Tensor, positions: int, *, device: str) -> int:
-    """Most bytes that the fused head takes in a backward pass, its buffer of logits left out.
+    """The fused head's peak bytes in a backward pass, without its buffer of logits.
 
-    `weight` is the head's, (vocabulary, hidden), and may be without numbers.
+    `weight` is the head's, (vocabulary, hidden), and may be on the meta device.
     """
     (vocabulary, width), is_gpu = weight.shape, device == "cuda"
     operand = weight.itemsize if is_gpu else FLOAT  # a CPU multiplies in float32
     rows = min(TILE_ROWS.get(device, 2048), positions)
     columns = min(TILE_VOCABULARY.get(device, 2048), vocabulary)
-    # The gradient of the states, and the states times a slope, as the products read them.
+    # The gradient of the hidden states, and the hidden states times a slope, as product operands.
     of_states = positions * width * (FLOAT + operand)
     tiles = rows * columns * (FLOAT + operand)  # logits, and their gradient
     of_tile = columns * width * FLOAT  # the gradient of its weights

@@ -21,31 +21,31 @@ from ...schemas.file_version import FileVersion, Remember, digest_anew
 from ...schemas.safe_text import is_plain_name
 
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-UNUSED_WEIGHTS = "model.unused_weights"  # how many, where there are any and they are allowed
-# Written again by each version or machine, without effect on what the model computes.
+UNUSED_WEIGHTS = "model.unused_weights"  # their number, if some exist and are allowed
+# Keys that differ between versions or machines, without effect on the model's numbers.
 VOLATILE_CONFIG = frozenset(
     {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"}
 )
 VOLATILE_ADAPTER = frozenset(
     {"base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping"}
 )
-# A head equal to the input embedding is the same model whether it is stored or left out.
+# A head that equals the input embedding may be stored or left out: the model is the same.
 HEAD_NAMES = frozenset({"lm_head.weight", "embed_out.weight"})
 CONFIG = "config.json"
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 READ_BYTES = 8 << 20
-_AGAIN = "Leave the folder as it is while a run reads it, then run the same command again."
+_AGAIN = "Do not change the folder while a run reads it, then run the same command again."
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files of a model as they were when they were digested."""
+    """The files of a model, with their versions when they were digested."""
 
     versions: dict[Path, FileVersion]
 
     @staticmethod
     def of(options: ModelOptions) -> ModelFiles:
-        """The files that are read of a model and its adapter."""
+        """The files of a model and its adapter that are read."""
         folder, adapter = Path(options.path), Path(options.adapter)
         files = {folder / "config.json", *(tensor.file for tensor in model_tensors(folder))}
         if options.adapter:
@@ -54,17 +54,17 @@ class ModelFiles:
         return ModelFiles({file: FileVersion.of(file) for file in sorted(files)})
 
     def require_unchanged(self) -> None:
-        """Refuses files that were changed: loaded weights may still be mapped from them."""
+        """Refuses changed files: loaded weights may still be mapped from them."""
         for file, version in self.versions.items():
             if not FileVersion.of(file).is_content_of(version):
                 raise FingerprintError(
-                    f"{file} changed after it was digested, so what is computed may not be of the "
-                    f"model this run began with. {_AGAIN}"
+                    f"{file} changed after it was digested, so results may be of another model "
+                    f"than the one at the start. {_AGAIN}"
                 )
 
 
 def model_identity(options: ModelOptions, remember: Remember = digest_anew) -> dict[str, str]:
-    """Digests of the files that a model and its adapter are loaded from."""
+    """Digests of the files of a model and its adapter."""
     path, adapter = options.path, options.adapter
     return {
         "model.weights": weights_digest(path, remember),
@@ -110,7 +110,7 @@ def model_config(folder: str) -> dict[str, Any]:
     root = Path(folder)
     if not root.is_dir():
         raise UsageError(
-            f"{folder}: there is no such model folder. Set model.path to a folder that holds "
+            f"{folder}: there is no such model folder. Set model.path to a folder with "
             "config.json and safetensors weights."
         )
     return read_json(root / CONFIG)
@@ -122,7 +122,7 @@ def read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_bytes())
     except FileNotFoundError:
         raise UsageError(
-            f"{file}: the file is missing. Point to a complete folder as save_pretrained writes it."
+            f"{file}: the file is missing. Use a complete folder, as save_pretrained writes it."
         ) from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{file}: not valid JSON ({error}). Copy the file again.") from None
@@ -132,29 +132,29 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def require_own_weights(folder: str) -> dict[str, Any]:
-    """The config.json of a folder from which transformers loads the weights that are digested."""
+    """The config.json of a folder; refuses entries that make transformers load other weights."""
     config, root = model_config(folder), Path(folder)
     if (root / "adapter_config.json").exists():
         raise UsageError(
-            f"{root / 'adapter_config.json'}: transformers would put this adapter on the model by "
-            "itself. Move it to a folder of its own, and name that by model.adapter."
+            f"{root / 'adapter_config.json'}: transformers would add this adapter by itself. Move "
+            "it to a folder of its own, and name that folder in model.adapter."
         )
     if other := config.get("transformers_weights"):
         raise UsageError(
-            f"{root / CONFIG}: transformers_weights is {other!r}: transformers would load that "
-            f"file and not {SINGLE_FILE}. Take the entry out."
+            f"{root / CONFIG}: transformers_weights is {other!r}, so transformers would load that "
+            f"file instead of {SINGLE_FILE}. Remove the entry."
         )
     return config
 
 
 def require_peft() -> None:
-    """Refuses adapters where the package for them is not installed."""
+    """Refuses adapters if peft is not installed."""
     if find_spec("peft") is None:
         raise UsageError("Adapters and --lora need the package peft. Install it: pip install peft")
 
 
 def require_bitsandbytes(setting: str) -> None:
-    """Refuses a setting that needs bitsandbytes where it is not installed."""
+    """Refuses a setting that needs bitsandbytes if it is not installed."""
     if find_spec("bitsandbytes") is None:
         raise UsageError(
             f"{setting} needs the package bitsandbytes. Install it: pip install bitsandbytes"
@@ -162,14 +162,14 @@ def require_bitsandbytes(setting: str) -> None:
 
 
 def require_adapter(folder: str) -> None:
-    """Refuses an adapter that is not whole in its folder: peft would look it up in the Hub."""
+    """Refuses an incomplete adapter folder: peft would look the adapter up on the Hub."""
     require_peft()
     read_json(Path(folder) / "adapter_config.json")
     adapter_tensors(Path(folder))
 
 
 def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a config.json, with those of a composite's text part that it lacks."""
+    """The settings of a config.json, completed by those of a composite's text part."""
     inner = config.get("text_config")
     parts = (inner if isinstance(inner, dict) else {}, config)
     return {name: value for part in parts for name, value in part.items() if value is not None}
@@ -194,7 +194,7 @@ def _tensors_digest(tensors: list[StoredTensor], remember: Remember) -> str:
 
 def _contents(file: Path) -> list[str]:
     """Digests of a file's tensors by name; the header is read again, for the same version."""
-    with ThreadPoolExecutor() as pool:  # hashing and reading both release the interpreter
+    with ThreadPoolExecutor() as pool:  # hashing and reading both release the GIL
         return list(pool.map(tensor_sha256, tensors_of([file])))
 
 
@@ -217,7 +217,7 @@ class StoredTensor:
     """One tensor: its name, type and shape, and its byte offset in a file."""
 
     name: str
-    dtype: str  # as the format spells it: F32, BF16, ...
+    dtype: str  # the format's name: F32, BF16, ...
     shape: tuple[int, ...]
     file: Path
     start: int
@@ -248,17 +248,17 @@ def tensor_sha256(tensor: StoredTensor) -> str:
         while left > 0:
             block = stream.read(min(READ_BYTES, left))
             if not block:
-                raise UsageError(f"{tensor.file}: the file is cut short. Copy it again.")
+                raise UsageError(f"{tensor.file}: the file is truncated. Copy it again.")
             digest.update(block)
             left -= len(block)
     return digest.hexdigest()
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files a loader would read, in its order of preference.
+    """The weight files that a loader reads, in its order of preference.
 
-    A loader follows any path in the index, and takes other suffixes for pickles. The files
-    themselves may be links, as in the Hub's cache.
+    Names in the index are checked, because a loader follows any path, and reads other suffixes as
+    pickles. The files may be links, as in the Hub's cache.
     """
     index = folder / INDEX
     if (folder / SINGLE_FILE).is_file():
@@ -277,15 +277,14 @@ def _weight_files(folder: Path) -> list[Path]:
     for tensor, name in places.items():
         if not is_plain_name(name) or not name.endswith(".safetensors"):
             raise UsageError(
-                f"{index}: {tensor} is said to be in {name!r:.100}, which is not the name of a "
-                ".safetensors file in this folder. Load the model you trust and save_pretrained "
-                "it again."
+                f"{index}: the file of {tensor}, {name!r:.100}, is not the name of a .safetensors "
+                "file in this folder. Load the model you trust and save_pretrained it again."
             )
     names = sorted({*places.values()})
     missing = [name for name in names if not (folder / name).is_file()]
     if missing or not names:
         raise UsageError(
-            f"{index}: {len(missing)} of the {len(names)} files it names are missing. "
+            f"{index}: {len(missing)} of the {len(names)} files in it are missing. "
             f"First: {missing[:10]}. Copy the model folder again."
         )
     return [folder / name for name in names]
@@ -296,11 +295,11 @@ def tensors_of(files: list[Path]) -> list[StoredTensor]:
     found = []
     for file in files:
         try:
-            with safe_open(file, "numpy"):  # which refuses a file that is damaged or cut short
+            with safe_open(file, "numpy"):  # refuses a damaged or truncated file
                 pass
         except (SafetensorError, OSError) as error:
             raise UsageError(
-                f"{file}: damaged or cut short ({error}). Copy the file again."
+                f"{file}: damaged or truncated ({error}). Copy the file again."
             ) from None
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")

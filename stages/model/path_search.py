@@ -1,15 +1,15 @@
-"""Chooses how a model is scored, for both stages: the fastest layout and head that agree with it.
+"""Chooses the fastest attention layout and head that reproduce a model's own log-probs.
 
 A probe runs the model on seeded rows, one completion at a time. The fused head is compared with the
-model's own logits, both of the same hidden states; a layout is compared with these rows by the same
-head. Half precision rounds the model's own logits (bfloat16 steps by 1/16 at logits of 8 to 16); a
-layout only changes the order of sums.
+model's own logits for the same hidden states. A layout is compared with single rows by the same
+head. Half precision rounds the model's own logits (bfloat16 steps by 1/16 at logits of 8 to 16),
+but a layout only changes the order of sums.
 
 Measured in bfloat16, in mean nats per token, over all test families with weights drawn with 0.02
-to 0.3: a right head is off by at most 0.013 in a completion, a right layout by at most 0.028 in a
-tree (where a router chose another expert), and by 0.057 in a trained model of 30 layers. A layout
-that forgets the sliding window is off by at least 0.24 where weights are drawn with 0.1 or more.
-The bound is about three times the first two, and lies between.
+to 0.3: a correct head is off by at most 0.013 in a completion, a correct layout by at most 0.028
+in a tree (where a router chose another expert), and by 0.057 in a trained model of 30 layers. A
+layout without the sliding window is off by at least 0.24 for weights drawn with 0.1 or more. The
+tolerance, about three times the first two, lies between.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .tree_attention import single_branches
 
 logger = logging.getLogger("align")
 
-# Fastest first; DEFINITION is what they are compared with.
+# Fastest first; they are compared with BASELINE.
 PATHS = (
     ScoringPath("flex", "fused"),
     ScoringPath("packed", "fused"),
@@ -56,30 +56,30 @@ PATHS = (
     ScoringPath("plain", "fused"),
     ScoringPath("tree", "exact"),
 )
-DEFINITION = ScoringPath("plain", "exact")
+BASELINE = ScoringPath("plain", "exact")
 OF_SCORES = tuple(replace(path, head="score") for path in PATHS if path.head == "fused")
 # float32: nats per completion. Half precision: mean nats per token of a tree.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 LONGEST_WINDOW = 512  # longer windows would make the probe itself expensive
-# Of each tree the tokens of its prompt, and of its completions.
+# The tokens of each tree's prompt and completions.
 PROBE_SHAPES = ((7, (5, 3, 9)), (1, (1, 4)), (12, (6, 1)), (3, (8,)))
 
-Agree: TypeAlias = Callable[[bool], bool]  # whether what holds here holds on every rank
-# The paths to try, how far each is off, and how far it may be.
+Agree: TypeAlias = Callable[[bool], bool]  # whether a value is true on every rank
+# The paths to try, the difference of each, and the tolerance.
 Measured: TypeAlias = tuple[Sequence[ScoringPath], Callable[[ScoringPath], float], float]
 
 
 @dataclass(frozen=True)
 class PathOptions:
-    """What a model may be scored with."""
+    """The allowed ways to score a model."""
 
-    no_flex: str = ""  # why FlexAttention may not be used, if it may not
-    compile: bool = False  # the decoder layers
+    no_flex: str = ""  # why FlexAttention may not be used; empty: it may
+    compile: bool = False  # compile the decoder layers
 
     @staticmethod
     def of(model: ModelOptions, config: Any = None) -> PathOptions:
-        """Those of the settings of a model; `config` is that of one that learns with dropout."""
+        """The options from a model's settings; `config` is given if it trains with dropout."""
         return PathOptions(why_no_flex(model.attention, config), model.compile)
 
 
@@ -91,8 +91,8 @@ def choose_path(
 ) -> ScoringPath:
     """The fastest path that agrees with the model's own numbers on seeded rows.
 
-    Ranks that share a model try the same paths, and a path has to agree on all of them. The log
-    says why faster ones are not used.
+    Ranks that share a model try the same paths, and a path must agree on all of them. The log
+    gives the reasons against faster paths.
     """
     inner: Any = causal_model(model)
     trees = probe_trees(inner.config)
@@ -102,13 +102,13 @@ def choose_path(
     paths, difference, allowed = found
     for path in paths_for(paths, model):
         if options.compile and path.layout == "packed":
-            continue  # a compiler would have to know the lengths in each batch
+            continue  # a compiler would need the lengths in each batch
         off = math.inf
         why = options.no_flex if path.layout == "flex" else ""
         if not why:
             try:
                 off = difference(path)
-            except Exception as error:  # model code refuses a mask in any way it likes
+            except Exception as error:  # model code raises any type for a mask
                 why = _reason(error)
         if agree(off <= allowed):
             break
@@ -116,17 +116,17 @@ def choose_path(
     else:
         if scores:
             raise UsageError(
-                f"{type(inner).__name__} does not score by its last hidden states "
+                f"{type(inner).__name__} does not compute scores from its last hidden states "
                 f"({'; '.join(refused)}). Use another model for rewards."
             )
-        path = DEFINITION
+        path = BASELINE
     if refused:
-        # On a CPU, trees with a dense mask are the ordinary case; only some models allow packing.
+        # On a CPU, trees with a dense mask are normal; only some models allow packing.
         is_on_cpu = input_device(model).type != "cuda"
         is_fast = path.layout != "plain" and path.head != "exact" and is_on_cpu
         logger.log(
             logging.INFO if is_fast else logging.WARNING,
-            "Scoring by %s, which is slower. What is refused: %s.",
+            "Scoring by %s, which is slower. Rejected: %s.",
             path,
             "; ".join(refused),
         )
@@ -136,13 +136,13 @@ def choose_path(
 def _logps_of(
     model: nn.Module, trees: Sequence[Tree], agree: Agree, refused: list[str]
 ) -> Measured:
-    """Paths of a causal model, beside its own logits; without the fused head where that differs."""
+    """Paths of a causal model, compared with its own logits; without a wrong fused head."""
     exact, fused = _own_logps(model, trees)
     dtype = causal_model(model).dtype
     off = math.inf if isinstance(fused, str) else _difference(fused, exact, trees, dtype)
     expected = {"exact": exact}
     if agree(off <= TOLERANCE[dtype]):
-        assert isinstance(fused, Tensor), "it holds here too"
+        assert isinstance(fused, Tensor), "all ranks have a fused head, so this one does"
         expected["fused"] = fused
     else:
         why = fused if isinstance(fused, str) else f"off by {off:.2g}"
@@ -155,7 +155,7 @@ def _logps_of(
 
 
 def _scores_of(model: nn.Module, trees: Sequence[Tree]) -> Measured:
-    """Layouts of a reward model, beside the scores that transformers computes, row by row."""
+    """Layouts of a reward model, compared with transformers' scores of single rows."""
     inner: Any = causal_model(model)
     expected = torch.cat([_own_score(inner, tree) for tree in single_branches(trees)])
 
@@ -174,7 +174,7 @@ def _own_score(model: Any, tree: Tree) -> Tensor:
 
 
 def paths_for(paths: Sequence[ScoringPath], model: nn.Module) -> list[ScoringPath]:
-    """The paths worth trying: many small products pay on a CPU only, FlexAttention on a GPU."""
+    """The paths worth trying: packing only on a CPU, FlexAttention only on one GPU."""
     inner, on_cpu = causal_model(model), input_device(model).type == "cpu"
     # The mask of FlexAttention holds tables, which would not follow it to another device.
     on_one_gpu = input_device(model).type == "cuda" and len(set(gpus_of(inner))) < 2
@@ -185,24 +185,24 @@ def paths_for(paths: Sequence[ScoringPath], model: nn.Module) -> list[ScoringPat
 def _own_logps(model: nn.Module, trees: Sequence[Tree]) -> tuple[Tensor, Tensor | str]:
     """Log-probs of one completion at a time, without padding.
 
-    By the model's own logits; and by the fused head of the same hidden states, or why not.
+    First by the model's own logits, then by the fused head, or the reason that there is none.
     """
     inner, device = causal_model(model), input_device(model)
     states: list[Tensor] = []
-    rows = [DEFINITION.batch([row], device) for row in single_branches(trees)]
+    rows = [BASELINE.batch([row], device) for row in single_branches(trees)]
     if output_head(inner) is None:
-        exact = [branch_logps(model, row, DEFINITION) for row in rows]
+        exact = [branch_logps(model, row, BASELINE) for row in rows]
         return torch.cat(exact), "the head is not a plain projection"
     layer = inner.get_output_embeddings()
     with layer.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0])):
-        exact = [branch_logps(model, row, DEFINITION) for row in rows]
+        exact = [branch_logps(model, row, BASELINE) for row in rows]
     if len(states) != len(rows):
         return torch.cat(exact), "the model does not call its head"
     fused = []
     for row, hidden, own in zip(rows, states, exact, strict=True):
-        # With a device_map the hidden states may be on another device than the token ids.
+        # With a device_map, hidden states and token ids may be on different devices.
         predictors = hidden.flatten(0, 1)[row.predictors.to(hidden.device)]
-        logps = head_rows(inner, predictors, row.targets, purity=False)[0]
+        logps = head_rows(inner, predictors, row.targets, collision_logps=False)[0]
         fused.append(logps.to(own.device))
     return torch.cat(exact), torch.cat(fused)
 
@@ -210,19 +210,19 @@ def _own_logps(model: nn.Module, trees: Sequence[Tree]) -> tuple[Tensor, Tensor 
 def _difference(
     found: Tensor, expected: Tensor, trees: Sequence[Tree], dtype: torch.dtype
 ) -> float:
-    """The largest difference, as the tolerance of the model's dtype counts it."""
+    """The largest difference, in the unit of the dtype's tolerance."""
     sizes = [[len(branch) for branch in tree.branches] for tree in trees]
     if dtype == torch.float32:
         gaps = torch.split(found - expected, [size for tree in sizes for size in tree])
         return max(abs(float(gap.double().sum())) for gap in gaps)
-    # Single tokens would show how one was rounded.
+    # A mean, because a single token's difference may be rounding.
     gaps = torch.split(found - expected, [sum(tree) for tree in sizes])
     return max(float(gap.abs().mean()) for gap in gaps)
 
 
 @contextmanager
 def explaining_compile_errors() -> Iterator[None]:
-    """Raises an error of torch's compiler as a UsageError that says what to set."""
+    """Raises an error of torch's compiler as a UsageError with the setting to change."""
     try:
         yield
     except RuntimeError as error:
@@ -231,13 +231,13 @@ def explaining_compile_errors() -> Iterator[None]:
             raise
         raise UsageError(
             f"torch's compiler failed ({_reason(error)}). Start again with --set "
-            "model.compile=false; where FlexAttention fails, with --set model.attention=sdpa."
+            "model.compile=false, or --set model.attention=sdpa if FlexAttention fails."
         ) from error
 
 
 def _reason(error: Exception) -> str:
     """The first line of an error."""
-    error = getattr(error, "inner_exception", error)  # of a compiler's own
+    error = getattr(error, "inner_exception", error)  # torch wraps a compiler's error
     return str(error).split("\n", maxsplit=1)[0] or type(error).__name__
 
 
@@ -251,7 +251,7 @@ def probe_trees(config: Any) -> list[Tree]:
         shapes += [(window + 5, (4, 7)), (max(1, window // 2), (window + 3, 2))]
     elif window:
         logger.info("The model's attention window of %d tokens is longer than the probe.", window)
-    # Not the tokens that the config gives a meaning: padding, images, ...
+    # Without the tokens that the config gives a meaning: padding, images, ...
     named = chain(vars(config).items(), vars(text).items())
     special = [value for name, value in named if name.endswith(("_token_id", "_token_index"))]
     special = [value for value in special if isinstance(value, int)]

@@ -1,6 +1,6 @@
-"""The policy of stage 2: the model that is trained, scored as stage 1 scores the reference.
+"""The policy of stage 2: the trained model, scored in the same way as the reference.
 
-A value head, which some methods train beside it, is a file of its own next to the saved model.
+Some methods also train a value head, which is saved in a file of its own next to the model.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from .tree_attention import TreeBatch
 
 _ONE_TOKEN = np.zeros(1, np.int32)
 COEFFICIENT = "router_aux_loss_coef"  # of every model with a load-balancing loss in transformers
-VALUE_HEAD = "value_head"  # what the policy calls it, and the file it is saved in
-# The input of a rank without rows, because under ZeRO-3 its peers wait for its collectives.
+VALUE_HEAD = "value_head"  # its name in the policy, and its file
+# The input of a rank without rows: under ZeRO-3 other ranks wait for its collective calls.
 NOTHING = Tree(_ONE_TOKEN, (_ONE_TOKEN,))
 
 
@@ -60,7 +60,7 @@ def load_policy(
     lora: LoraOptions,
     *,
     head: Head = "none",
-    purity: bool = False,
+    collision_logps: bool = False,
     load: Callable[..., nn.Module] = load_model,
 ) -> Policy:
     """The policy, initialized from this model with the reference's adapter merged into it.
@@ -74,8 +74,8 @@ def load_policy(
     if balanced and getattr(config := text_config(options), COEFFICIENT, None) is None:
         raise UsageError(
             f"{options.path}: transformers has no load-balancing loss for {config.model_type} (its "
-            f"config lacks {COEFFICIENT}): it is no mixture of experts, or one that is kept in "
-            "balance in another way. Set train.router_loss to 0."
+            f"config lacks {COEFFICIENT}): it is not a mixture of experts, or is balanced in "
+            "another way. Set train.router_loss to 0."
         )
     if head == "score":
         from .reward_model import load_reward_model  # noqa: PLC0415 - few runs need it
@@ -85,8 +85,10 @@ def load_policy(
         loaded = merged(load(options))
     loaded = prepare_for_training(loaded, train, lora)
     paths = PathOptions.of(options, causal_model(loaded).config)
-    policy = Policy(loaded, head=head, purity=purity, balanced=balanced, paths=paths)
-    # It begins with the value head that was trained with the model, where there is one.
+    policy = Policy(
+        loaded, head=head, collision_logps=collision_logps, balanced=balanced, paths=paths
+    )
+    # Training starts from the value head that was saved with the model, if there is one.
     if policy.value_head and (file := stored_value_head(model)):
         read_value_head(policy.value_head, file)
     if train.recomputes:
@@ -95,7 +97,7 @@ def load_policy(
 
 
 def prepare_for_training(model: nn.Module, train: TrainOptions, lora: LoraOptions) -> nn.Module:
-    """Prepares a model, with or without weights: dropout, adapter, frozen parameters."""
+    """Sets dropout, adapter and frozen parameters of a model with or without weights."""
     if not train.dropout:
         turn_dropout_off(model)
     if not lora.enabled:
@@ -115,14 +117,14 @@ class Policy(nn.Module):
         model: nn.Module,
         *,
         head: Head = "none",
-        purity: bool = False,
+        collision_logps: bool = False,
         balanced: bool = False,
         paths: PathOptions = ANY_PATH,
     ) -> None:
         """`balanced`: whether the sums of a mixture's routers are an output."""
         super().__init__()
         self.model = model
-        # Read once: under ZeRO-3 an open engine would gather a weight that is accessed.
+        # Read once: under ZeRO-3 an open engine would gather the accessed weight.
         self.device = input_device(model)
         self.is_sharded = any(hasattr(one, "ds_id") for one in model.parameters())
         self._paths = paths
@@ -136,11 +138,11 @@ class Policy(nn.Module):
             self._routers = RouterWatch(causal_model(model))
         if not self.is_sharded:
             self.choose_path()
-        # Not part of the model, so that its saved weights and adapters leave it out.
+        # Outside the model, so that saved weights and adapters do not include it.
         self.value_head = value_head(causal_model(model)) if head == "values" else None
         wanted = {
             "logps": True,
-            "purity": purity,
+            "collision_logps": collision_logps,
             "values": head == "values",
             ROUTING: balanced,
         }
@@ -148,7 +150,7 @@ class Policy(nn.Module):
         self.train()
 
     def choose_path(self, agree: Agree = bool) -> None:
-        """Chooses the layout and head by the probe, on which `agree` makes all ranks agree.
+        """Chooses the layout and head by the probe; `agree` makes all ranks choose the same.
 
         Under ZeRO-3 it needs the engine, which gathers a weight around its module's call.
         """
@@ -163,16 +165,16 @@ class Policy(nn.Module):
 
     @property
     def dtype(self) -> str:
-        """The dtype it computes in, as settings name it."""
+        """The dtype of computation, as settings name it."""
         return str(causal_model(self.model).dtype).removeprefix("torch.")
 
     @explaining_compile_errors()
     def forward(self, trees: Sequence[Tree]) -> Tensor | tuple[Tensor, ...]:
-        """A row for each name in `output_names`, with a number for every completion token: float32.
+        """An output per name in `output_names`: float32, one number per completion token.
 
-        Scores have a number for every branch. Where experts are balanced the last output holds the
-        sums of the routers over all tokens, prompts included. The model runs exactly once for any
-        number of trees, zero included: all ranks then run the same collectives.
+        Scores are one number per branch. With balanced experts, the last output has the routers'
+        sums over all tokens, with prompts. The model runs exactly once for any number of trees,
+        even zero, so all ranks run the same collective calls.
         """
         require_known_ids(self.model, trees)
         rows = trees or (NOTHING,)
@@ -199,9 +201,9 @@ class Policy(nn.Module):
         return *outputs, self._routers.sums(trees, batch, has_copies=has_copies)
 
     def _of_tokens(self, batch: TreeBatch) -> Tensor:
-        purity, head = "purity" in self.output_names, self.value_head
+        collision_logps, head = "collision_logps" in self.output_names, self.value_head
         rows, states = branch_outputs(
-            self.model, batch, self.path, purity=purity, states=head is not None
+            self.model, batch, self.path, collision_logps=collision_logps, states=head is not None
         )
         if head is None:
             return rows
@@ -225,8 +227,8 @@ def turn_dropout_off(model: nn.Module) -> None:
     """Sets every dropout probability to zero, in modules and in their configs."""
     drawing = [router for router in routers_of(model) if hasattr(router, "router_jitter_noise")]
     for router in drawing:
-        # In training mode it draws experts at random; in evaluation mode this number is the width
-        # of its softmax.
+        # In training mode this router draws experts at random; in evaluation mode this number is
+        # the width of its softmax.
         router.training = False
         router.train = partial(_unchanged, router)  # type: ignore[method-assign]
     for module in model.modules():
@@ -250,16 +252,16 @@ def _set_to_zero(owner: Any) -> None:
 
 
 def stored_value_head(model: ModelOptions) -> Path | None:
-    """The file of the value head that was trained with a model, or with its adapter, if any."""
+    """The file of the value head that was saved with a model or its adapter, if any."""
     folders = [folder for folder in (model.adapter, model.path) if folder]
     files = [Path(folder) / f"{VALUE_HEAD}.safetensors" for folder in folders]
     return next((file for file in files if file.is_file()), None)
 
 
 def read_value_head(head: ScalarHead, file: Path) -> None:
-    """Sets the head's weights to those of a file, whatever their dtype."""
-    remedy = "Move the file away to begin with a new head."
-    with as_usage_error(f"{file}: no value head of this model", remedy):
+    """Sets the head's weights to those of a file with any dtype."""
+    remedy = "Move the file away to start with a new head."
+    with as_usage_error(f"{file}: not a value head of this model", remedy):
         weights = load_file(file)
         head.load_state_dict(weights)
         if odd := sorted(name for name, one in weights.items() if not one.isfinite().all()):
@@ -269,8 +271,8 @@ def read_value_head(head: ScalarHead, file: Path) -> None:
 def value_head(model: Any) -> ScalarHead:
     """A head that gives a value for each last hidden state, in the model's dtype.
 
-    It begins as zero: random values would be no better, every rank has the same, and the
-    first steps do not change the policy's states.
+    It starts at zero: random values are not better, all ranks agree, and the first steps do not
+    change the policy's hidden states.
     """
     output = model.get_output_embeddings()
     config = model.config.get_text_config(decoder=True)

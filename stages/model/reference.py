@@ -1,4 +1,4 @@
-"""The frozen models of stage 1, as Scorers of the score stage: a reference, or a reward model."""
+"""The frozen models of stage 1 as scorers: a reference, or a reward model."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class HfReference:
         self._remember = remember
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process looks at the files itself: they may be on another machine."""
+        """Pickled without file versions, as another process may be on another machine."""
         return {"options": self.options, "_remember": self._remember}
 
     def identity(self) -> Mapping[str, str]:
-        """Digests of the model's files, and how it is computed; no weights are loaded."""
+        """Digests of the model's files and settings of its computation; loads no weights."""
         if self.options.adapter:
             require_adapter(self.options.adapter)
         resolved, files = self._resolved, self._files
@@ -69,19 +69,19 @@ class HfReference:
 
     @property
     def device(self) -> str:
-        """What it computes on."""
+        """The device of the model."""
         return self._resolved.device
 
     def context(self) -> int | None:
-        """Most tokens of a text, where the model has a bound."""
+        """Most tokens of a text; None if the model has no bound."""
         return self._resolved.context
 
     def open(self) -> TreeScorer:
-        """A scorer with the weights loaded, on the layout that the probe chose."""
+        """A scorer with the weights loaded, with the path that the probe chose."""
         return TreeScorer(self.load(), self._files, PathOptions.of(self.options))
 
     def load(self) -> nn.Module:
-        """The loaded model; a file that has changed since it was digested is refused."""
+        """The loaded model; refuses files that changed after they were digested."""
         files = self._files
         model = self._loaded()
         files.require_unchanged()
@@ -91,7 +91,7 @@ class HfReference:
         return load_causal_lm(self.options)
 
     def require_unchanged(self) -> None:
-        """Refuses files that have changed since they were digested."""
+        """Refuses files that changed after they were digested."""
         self._files.require_unchanged()
 
     @cached_property
@@ -104,16 +104,16 @@ class HfReference:
 
 
 class HfReward(HfReference):
-    """A Hugging Face folder of a sequence-classification model with one label."""
+    """A sequence-classification model with one label, in a Hugging Face folder."""
 
     _kind = AutoModelForSequenceClassification
 
     def identity(self) -> Mapping[str, str]:
-        """The identity of a reference, with the version of scores instead of the head's."""
+        """A reference's identity, with the version of scores instead of the head's."""
         if not (kind := architecture(self.options.path)).endswith(SCORES):
             raise UsageError(
                 f"{self.options.path} is not a reward model: its config.json names "
-                f"{kind or 'no architecture'}. Train one by `align train --method "
+                f"{kind or 'no architecture'}. Train one with `align train --method "
                 "reward`, or name a sequence-classification model."
             )
         return {**super().identity(), "numerics.head": SCORE_VERSION}
@@ -123,17 +123,17 @@ class HfReward(HfReference):
 
 
 def _minor(package: str) -> str:
-    """The version of a package without its patch, which mends and does not compute otherwise."""
+    """The version of a package without the patch number, which does not change results."""
     return ".".join(version(package).split(".")[:2])
 
 
 class TreeScorer:
-    """A loaded model that scores trees on the path that the probe chose."""
+    """A loaded model that scores trees with the path that the probe chose."""
 
     def __init__(
         self, model: nn.Module, files: ModelFiles | None = None, options: PathOptions = ANY_PATH
     ) -> None:
-        """`files`: what the model was loaded from, to be compared after each batch."""
+        """`files`: the model's files, which are compared after each batch."""
         self.model = model
         self.options = options
         self._files = files
@@ -156,7 +156,7 @@ class TreeScorer:
         return {**path, "threads": str(torch.get_num_threads())} if on_cpu else path
 
     def launch(self, trees: Sequence[Tree]) -> Callable[[], NDArray[np.float32]]:
-        """Queues the passes of a batch on a GPU, for whose values the returned call waits."""
+        """Queues the passes of a batch on a GPU; the returned function waits for their values."""
         require_known_ids(self.model, trees)
         try:
             with torch.inference_mode(), explaining_compile_errors():
@@ -183,7 +183,7 @@ class TreeScorer:
         return logps
 
     def _numbers(self, trees: Sequence[Tree]) -> torch.Tensor:
-        """A log-prob for each token; or a branch's score at its last one, after zeros: (T,)."""
+        """The log-prob of each token, or a branch's score at its last token and zeros: (T,)."""
         if self.path.head != "score":
             return tree_logps(self.model, trees, self.path)
         scores = tree_scores(self.model, trees, self.path)
@@ -195,7 +195,7 @@ class TreeScorer:
 
 @contextmanager
 def on_threads(count: int) -> Iterator[None]:
-    """Runs torch on this number of threads inside; it decides the last bits of a sum."""
+    """Runs torch with this number of threads, which decides the last bits of sums."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -24,7 +24,7 @@ from .transformers_compat import SCORES, quiet
 def load_reward_model(
     options: ModelOptions, seed: int, load: Callable[..., nn.Module] = load_model
 ) -> nn.Module:
-    """The folder's reward model if it is one; else its layers under a randomly drawn head."""
+    """The folder's reward model, or a causal model's layers under a random head."""
     if architecture(options.path).endswith(SCORES):
         model: Any = load(options, AutoModelForSequenceClassification)
     else:
@@ -42,29 +42,29 @@ def architecture(folder: str) -> str:
 
 
 def _with_new_head(options: ModelOptions, seed: int, load: Callable[..., nn.Module]) -> Any:
-    """A reward model on the layers of a causal model, into which an adapter is merged."""
+    """A reward model on the layers of a causal model, with its adapter merged."""
     causal: Any = merged(load(options))
     config, labelled = causal.config, deepcopy(causal.config)
     labelled.num_labels = 1
     build: Any = AutoModelForSequenceClassification.from_config
     try:
-        with quiet(), torch.device("meta"):  # to be filled with the layers that are loaded
+        with quiet(), torch.device("meta"):  # filled with the loaded layers below
             model = build(labelled, trust_remote_code=False)
     except (ValueError, ImportError) as error:
         raise UsageError(
             f"{options.path}: transformers has no class of this architecture that scores texts "
-            f"({in_short(error)}). Use a model of another one."
+            f"({in_short(error)}). Use another architecture."
         ) from error
     if type(model.base_model) is not type(causal.base_model):
         raise UsageError(
-            f"{options.path}: {type(model).__name__} is built on other layers than "
-            f"{type(causal).__name__}. Use a model of text alone."
+            f"{options.path}: {type(model).__name__} has other layers than "
+            f"{type(causal).__name__}. Use a text-only model."
         )
     config.id2label, config.label2id = {0: "score"}, {"score": 0}
-    # One config for all of it: layers look their attention up in theirs.
+    # One config for all layers, because each layer reads its attention from its config.
     model.config = config
     setattr(model, model.base_model_prefix, causal.base_model)
-    # transformers saves the layers under the names that they were loaded from.
+    # transformers saves the layers under the names from which they were loaded.
     model._weight_conversions = getattr(causal, "_weight_conversions", None)
     head = _head_of(model, options.path).to(causal.dtype)
     head.to_empty(device=causal.get_input_embeddings().weight.device)
@@ -77,14 +77,14 @@ def _head_of(model: Any, folder: str) -> nn.Linear:
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear) or head.out_features != 1:
         raise UsageError(
-            f"{folder}: {type(model).__name__} does not end in one score. Use a causal model, or "
+            f"{folder}: {type(model).__name__} does not output one score. Use a causal model, or "
             "one that was trained with num_labels=1."
         )
     return head
 
 
 def _draw(head: nn.Linear, spread: float | None, seed: int) -> None:
-    """Draws the head as transformers does, but the same on every rank and device."""
+    """Initializes the head like transformers, but equally on every rank and device."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(head.weight.shape, generator=generator)
     with torch.no_grad():
@@ -108,6 +108,6 @@ def _padding_token(folder: str, config: Any) -> int:
         if isinstance(token, int) and token >= 0:
             return token
     raise UsageError(
-        f"{folder}: neither the tokenizer nor the config names a padding token or an EOS, and "
-        "transformers cannot tell where a text in a batch ends. Set pad_token_id in config.json."
+        f"{folder}: neither the tokenizer nor the config has a padding token or an EOS, which mark "
+        "the end of a text in a batch. Set pad_token_id in config.json."
     )

@@ -1,4 +1,4 @@
-"""Sums of a mixture's routers over the tokens of a pass, for the loss that balances its experts."""
+"""Sums of a mixture's router outputs over the tokens of a pass, for the load-balancing loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tree_attention import PAD, TreeBatch
 
 
 class RouterWatch:
-    """Records what the routers of a model give in a pass, and sums it."""
+    """Records the outputs of a model's routers in a pass, and sums them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._seen: list[Any] = []  # the routers' outputs in the pass that is watched
@@ -26,37 +26,36 @@ class RouterWatch:
         routers = routers_of(model)
         if not routers:
             raise UsageError(
-                f"train.router_loss: {type(model).__name__} has no router that it could balance. "
-                "Set it to 0."
+                f"train.router_loss: {type(model).__name__} has no router to balance. Set it to 0."
             )
         for router in routers:
             router.register_forward_hook(self._see)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Records the pass inside, not the layers that run again for their gradient later on."""
+        """Records the pass in the block, but not layers that are recomputed later."""
         self._seen, self._is_watching = [], True
         try:
             yield
         except BaseException:
-            self._seen = []  # they would keep a batch that failed in memory
+            self._seen = []  # otherwise a failed batch would stay in memory
             raise
         finally:
             self._is_watching = False
 
     def _see(self, _router: nn.Module, _inputs: Any, outputs: Any) -> None:
-        # Only recorded: when a layer runs again, it has to do what it did the first time.
+        # Only recorded: a recomputed layer must do the same operations.
         if self._is_watching:
             self._seen.append(outputs)
 
     def sums(self, trees: Sequence[Tree], batch: TreeBatch, *, has_copies: bool) -> Tensor:
         """Sums over the tokens of the trees that were watched: (layers, 2 * experts + 1) float64.
 
-        They are the tokens routed to each expert, the sum of each expert's probabilities, and the
-        number of tokens. Where each branch has a row with a copy of the prompt, the first counts.
+        The sums are the tokens routed to each expert, each expert's probabilities, and the number
+        of tokens. If each branch has a row with a copy of the prompt, only the first copy counts.
         """
         counted = batch.segments != PAD
-        if not trees:  # the batch holds tokens that a rank without rows makes up
+        if not trees:  # a rank without rows runs a made-up batch
             counted = torch.zeros_like(counted)
         elif has_copies:
             is_copy = np.array([at > 0 for tree in trees for at in range(len(tree.branches))])
@@ -70,8 +69,8 @@ def _sums_of(outputs: Any, counted: Tensor) -> Tensor:
     """The sums of one router's outputs."""
     if not isinstance(outputs, tuple) or len(outputs) != 3 or outputs[2].is_floating_point():
         raise UsageError(
-            "train.router_loss: the routers of this model give no logits, weights and choices. Set "
-            "it to 0."
+            "train.router_loss: the routers of this model do not return logits, weights and "
+            "choices. Set it to 0."
         )
     logits, _, chosen = outputs
     probabilities = torch.softmax(logits.flatten(0, -2).float(), dim=-1)

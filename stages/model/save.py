@@ -30,7 +30,7 @@ from .policy import VALUE_HEAD
 from .reward_model import load_reward_model
 from .transformers_compat import beside_text, is_reward_model, quiet, stored_names
 
-# What a folder needs for chat and generation in addition to weights and config.json.
+# The files for chat and generation, beside weights and config.json.
 COMPANIONS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -56,7 +56,7 @@ def save_whole(
 
 
 def save_adapter(policy: Any, weights: Mapping[str, Tensor], source: Path, target: Path) -> None:
-    """Writes the adapter alone; its config names the folder of its base."""
+    """Writes only the adapter; its config names the folder of its base."""
     with quiet():
         policy.save_pretrained(target, state_dict=dict(weights))
     _copy_companions(source, target)
@@ -65,7 +65,7 @@ def save_adapter(policy: Any, weights: Mapping[str, Tensor], source: Path, targe
 def save_merged(base: ModelOptions, adapter: Path, target: Path, *, scores: bool) -> None:
     """Writes the base with a saved adapter merged into its weights; loads both again."""
     source, options = Path(base.path), replace(base, adapter="", device="cpu")
-    # The head for scores that is drawn here is replaced by the adapter's.
+    # The random score head is replaced by the adapter's.
     plain = load_reward_model(options, seed=0) if scores else load_model(options)
     with quiet():
         model = merged(with_adapter(plain, str(adapter)))
@@ -90,7 +90,7 @@ def stop_generation_at(tokens: Collection[int], source: Path, target: Path) -> N
 
 
 def parted(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The model's own weights, and its value head's weights by their names in the head."""
+    """The model's weights, and the value head's weights by their names in the head."""
     prefix = f"{VALUE_HEAD}."
     own = {name: tensor for name, tensor in weights.items() if not name.startswith(prefix)}
     beside = {name.removeprefix(prefix): weights[name] for name in weights.keys() - own.keys()}
@@ -103,7 +103,7 @@ def save_value_head(weights: Mapping[str, Tensor], target: Path) -> None:
 
 
 def _write(model: Any, weights: Mapping[str, Tensor], source: Path, target: Path) -> None:
-    """Writes a folder with every tensor of the source: those of text anew, all others as stored."""
+    """Writes a folder with every tensor of the source: the trained ones, others as stored."""
     config = model_config(str(source))
     is_packed = "quantization_config" in config
     is_unpacked = is_packed and not hasattr(model.config, "quantization_config")
@@ -112,7 +112,7 @@ def _write(model: Any, weights: Mapping[str, Tensor], source: Path, target: Path
     if is_unpacked:
         del config["quantization_config"]
     with quiet():
-        # transformers would name unpacked weights as their packed halves were named.
+        # transformers would give dequantized weights the names of their quantized halves.
         model.save_pretrained(target, state_dict=text, save_original_format=not is_unpacked)
     if not is_packed and (untouched := _untouched(model, others, source)):
         _add_shard(untouched, target)
@@ -121,7 +121,7 @@ def _write(model: Any, weights: Mapping[str, Tensor], source: Path, target: Path
 
 
 def _untouched(model: Any, others: set[str], source: Path) -> list[StoredTensor]:
-    """The stored tensors of the source that no text runs through, or that the model lacks."""
+    """The stored tensors of the source that are not of the text part, or not of the model."""
     stored = {tensor.name: tensor for tensor in model_tensors(source)}
     made = stored_names(model, stored)
     names = stored.keys() - {n for name in made.keys() - others for n in made[name]}
@@ -149,11 +149,11 @@ def _add_shard(tensors: Sequence[StoredTensor], target: Path) -> None:
 
 
 def _write_config(config: dict[str, Any], target: Path, model: Any) -> None:
-    """Writes the source's config: training changes the one in memory (dropout, attention)."""
+    """Writes the source's config, because training changes the one in memory."""
     config.pop("torch_dtype", None)
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     if is_reward_model(model):
-        # The text of a composite may be loaded by a class of its own.
+        # The text part of a composite may have a class of its own.
         kinds: Any = AutoModelForSequenceClassification._model_mapping
         kind = kinds.get(type(AutoConfig.for_model(config["model_type"])), type(model))
         config["architectures"] = [kind.__name__]

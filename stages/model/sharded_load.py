@@ -1,7 +1,7 @@
-"""ZeRO-3 loading: transformers partitions each parameter over the ranks as it is created.
+"""ZeRO-3 loading: transformers partitions each parameter over the ranks when it is created.
 
-It reports no tensor that is unused or of another shape then, and ties heads that are stored with
-different values: both are looked at before, on a model without weights.
+It then does not report unused or mismatched tensors, and ties heads that are stored with different
+values. Both are checked before, on a model without weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .transformers_compat import is_reward_model, quiet, stored_names
 logger = logging.getLogger("align")
 _zero3: Any = hf_deepspeed  # it has no types
 
-# Settings by which an adapter does more than add to the weights of layers.
+# Settings of adapters that do more than add to the weights of layers.
 TRAINED_WHOLE = ("modules_to_save", "trainable_token_indices", "target_parameters")
 
 
@@ -37,13 +37,13 @@ def load_sharded(
     config: Mapping[str, Any],
     together: Callable[[Callable[[], Any]], Any],
 ) -> nn.Module:
-    """The model, its adapter merged into it, of which each rank has its part of all parameters.
+    """The model with its adapter merged; each rank has its shard of all parameters.
 
-    `config` is DeepSpeed's. `together` runs an action on all ranks and raises an error of one on
-    all of them: no rank waits for one that has refused.
+    `config` is DeepSpeed's. `together` runs an action on all ranks and raises one rank's error on
+    all of them, so that no rank waits for one that failed.
     """
     if reason := _why_whole(options):
-        logger.warning("%s is loaded whole on every rank, then sharded: %s", options.path, reason)
+        logger.warning("%s is loaded on every rank, then sharded: %s", options.path, reason)
         return merged(together(lambda: load_model(options, kind)))
     ties = together(lambda: _ties_heads(options, kind))
     with quiet(), _partitioning(config):
@@ -63,7 +63,7 @@ def load_sharded(
 
 
 def _why_whole(options: ModelOptions) -> str:
-    """The reason that each rank loads all of a model; "" if there is none."""
+    """The reason for loading all of a model on each rank; "" if there is none."""
     if "quantization_config" in model_config(options.path):
         return "its weights are quantized."
     settings = read_json(Path(options.adapter) / "adapter_config.json") if options.adapter else {}
@@ -72,7 +72,7 @@ def _why_whole(options: ModelOptions) -> str:
 
 
 def _ties_heads(options: ModelOptions, kind: Any) -> bool:
-    """Whether no two heads that are to be tied are stored with different values.
+    """Whether heads can be tied: no two of them are stored with different values.
 
     Refuses stored tensors that are missing, unused or of another shape.
     """
@@ -90,7 +90,7 @@ def _ties_heads(options: ModelOptions, kind: Any) -> bool:
 
 @contextmanager
 def _partitioning(config: Mapping[str, Any]) -> Iterator[None]:
-    """Makes transformers partition the models that it loads inside."""
+    """Makes transformers partition the models that it loads in the block."""
     import deepspeed  # noqa: PLC0415 - slow to import, and nothing else here needs it
 
     deepspeed.init_distributed()  # its configuration asks for the number of ranks
@@ -102,7 +102,7 @@ def _partitioning(config: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _unshard(head: nn.Module) -> None:
-    """Makes a head whole on every rank: peft copies it, which it cannot do with a part of one."""
+    """Unshards a head on every rank, because peft copies it and cannot copy a shard."""
     with _gathered(head):
         whole = {name: one.detach().clone() for name, one in head.named_parameters()}
     for name, weight in whole.items():
@@ -115,7 +115,7 @@ def _merge_gathered(merge: Any, layer: Any, **how: Any) -> None:
 
 
 def _gathered(module: nn.Module) -> Any:
-    """Gathers a module's parameters inside; rank zero's changes are kept."""
+    """Gathers a module's parameters in the block; rank zero's changes are kept."""
     import deepspeed  # noqa: PLC0415 - as above
 
     return deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0)

@@ -1,7 +1,7 @@
-"""What is used of transformers beside its public names: layers, routers, stored names, silence.
+"""Access to transformers beyond its public names: layers, routers, stored names, quiet loading.
 
-Its modelling code has losses for object detection that load scipy wherever it is installed, which
-costs any other model 36 MiB. They are imported here as if scipy were not installed.
+Its modelling code imports losses for object detection, which load scipy if it is installed and cost
+every model 36 MiB. They are imported here as if scipy were not installed.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ finally:
 AttentionInterface: Any = modeling_utils.AttentionInterface
 SCORES = "ForSequenceClassification"  # how transformers names models that score texts
 
-# More than the models, dtypes and kinds of gradients of one process make together; past torch's own
-# limit of 8 it would leave the next uncompiled, or refuse it.
+# More than one process needs for its models, dtypes and kinds of gradients. Beyond its own limit of
+# 8, torch leaves a function uncompiled, or refuses it.
 COMPILATIONS = 1024
 
 
 _LOCK = threading.Lock()
-_CHANGES = ExitStack()  # how to put back what the first thread inside has changed
+_CHANGES = ExitStack()  # restores the settings that the first thread changed
 _inside = 0
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silences warnings, progress bars and advice of libraries inside.
+    """Silences warnings, progress bars and advice of libraries in the block.
 
-    All of these belong to the process, and a model may be loaded in a thread of its own: the first
-    thread inside changes them, and the last one to leave puts them back.
+    These settings are global, and a model may be loaded in a thread of its own: the first thread
+    changes them, and the last one restores them.
     """
     global _inside  # noqa: PLW0603 - one count for the process
     with _LOCK:
@@ -94,7 +94,7 @@ def attention_of(model: Any) -> str:
 
 
 def supports_sdpa(config: Any) -> bool:
-    """Whether the causal model of a config has sdpa; any error if there is no such model."""
+    """Whether the causal model of a config has sdpa; raises any type if there is no such model."""
     mapping: Any = modeling_auto.AutoModelForCausalLM._model_mapping
     get: Any = auto_factory._get_model_class
     supported: bool = get(config, mapping)._supports_sdpa
@@ -102,7 +102,7 @@ def supports_sdpa(config: Any) -> bool:
 
 
 def can_recompute(model: Any) -> bool:
-    """Whether the class of the model supports gradient checkpointing, and some module has it."""
+    """Whether the model's class supports gradient checkpointing and a module implements it."""
     is_supported: bool = model.supports_gradient_checkpointing
     return is_supported and any(hasattr(one, "gradient_checkpointing") for one in model.modules())
 
@@ -110,9 +110,9 @@ def can_recompute(model: Any) -> bool:
 def recompute_activations(
     model: Any, keeping: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 ) -> None:
-    """Turns gradient checkpointing on: layers keep their inputs and run again in the backward pass.
+    """Enables gradient checkpointing: layers keep inputs and are recomputed in the backward pass.
 
-    `keeping` wraps torch's checkpoint function, and decides where the inputs are kept.
+    `keeping` wraps torch's checkpoint function, to keep the inputs elsewhere.
     """
     if not can_recompute(model):
         raise UsageError(
@@ -128,7 +128,7 @@ def recompute_activations(
 
 
 def routers_of(model: Any) -> list[nn.Module]:
-    """The routers of a mixture of experts, from the first layer to the last; or none."""
+    """The routers of a mixture of experts, in layer order; empty for other models."""
     inner = getattr(model, "base_model", model)
     records: Any = getattr(inner, "_can_record_outputs", None) or {}
     named = records.get("router_logits", [])
@@ -141,7 +141,7 @@ def routers_of(model: Any) -> list[nn.Module]:
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """The layers of a model's text decoder, from the first to the last; or none."""
+    """The layers of a model's text decoder, in order; perhaps none."""
     lists = (one for one in model.get_decoder().modules() if isinstance(one, nn.ModuleList))
     kind = GradientCheckpointingLayer
     found = (layers for layers in lists if all(isinstance(layer, kind) for layer in layers))
@@ -149,14 +149,14 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 
 def allow_compilations() -> None:
-    """Raises torch's limits of how often one function may be compiled."""
+    """Raises torch's limits on compilations of one function."""
     limits: Any = torch.compiler.config
     for name in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(limits, name, max(getattr(limits, name), COMPILATIONS))
 
 
 def compile_layers(model: Any, compiler: str = "inductor") -> None:
-    """Compiles each decoder layer in place, for inputs of any length; `compiler`: torch's name."""
+    """Compiles each decoder layer in place for inputs of any length; `compiler` is torch's name."""
     allow_compilations()
     layers = decoder_layers(model)
     if not layers:
@@ -168,12 +168,12 @@ def compile_layers(model: Any, compiler: str = "inductor") -> None:
 
 
 def is_compiled(model: Any) -> bool:
-    """Whether a pass through the layers runs what torch has compiled."""
+    """Whether the layers run compiled code."""
     return any(layer._compiled_call_impl is not None for layer in decoder_layers(model))
 
 
 def beside_text(model: Any) -> set[str]:
-    """The tensors of a composite that no text runs through: its towers and projectors."""
+    """The tensors of a composite outside its text part: towers and projectors."""
     if model.config.get_text_config(decoder=True) is model.config:
         return set()
     parts = (model.get_decoder(), model.get_output_embeddings(), getattr(model, "score", None))

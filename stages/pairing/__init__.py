@@ -1,1 +1,1 @@
-"""Encoded rows by key range: each completion with its KL partners, shard by shard."""
+"""Encoded rows by key range; each completion gets its KL partners, shard by shard."""

@@ -1,16 +1,15 @@
 """Chooses the KL partners of the completions of a shard, which is a key range.
 
-Partner k of a completion is the one `shift_k` further on, round the end. Completions of one prompt
-are together in a run of at most `longest`; a shift between `longest` and `size - longest` never
-lands in the run it started from, and every shift is a permutation. A range is cut into blocks where
-the prompts' own hashes say so: while the number of shards stays, an added row changes partners in
-its own block alone. Only the two completions must differ: a partner may say what a sibling says.
-Equal texts under different prompts exchange their partners afterwards; who finds nobody to exchange
-with gets one that fits, which is then used more than once.
+Partner k of a completion is the one `shift_k` further on, wrapping around. Completions of one
+prompt form a run of at most `longest`. A shift between `longest` and `size - longest` always leaves
+the run, and every shift is a permutation. The prompts' hashes cut a range into blocks: while the
+number of shards stays, an added row changes partners in its own block only. A partner's text must
+differ from the completion's, but may equal a sibling's. Completions whose shifted partner has their
+own text exchange partners. If no exchange is possible, a completion gets any partner that fits,
+which is then used more than once.
 
-The pool holds the completions of the range, and behind them those of ranges that were borrowed
-because it has few prompts or too few texts. If the range alone allows no shift for each k, the
-shift is along the whole pool.
+The pool holds the range's completions, then those of borrowed ranges if the range has few prompts
+or too few texts. If the range alone does not allow k shifts, the shift is along the whole pool.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ Keys = NDArray[np.uint64]
 
 PROMPTS_PER_BLOCK = 64  # on average
 SMALLEST_BLOCK = 64  # completions
-NEAR = 256  # completions looked at together when an exchange is searched
+NEAR = 256  # completions that are compared at a time in the search for an exchange
 NONE = -1  # no completion fits
 
 
 def choose_partners(prompts: Keys, texts: Keys, own: int, num_pairs: int) -> NDArray[np.int64]:
-    """For each k and each of the first `own` completions the index of its partner, or NONE.
+    """The index of partner k, or NONE, for each k and each of the first `own` completions.
 
     `prompts` and `texts` are keys of the pool; completions of one prompt are together.
     """
@@ -40,13 +39,13 @@ def choose_partners(prompts: Keys, texts: Keys, own: int, num_pairs: int) -> NDA
 
 
 def runs_of(prompts: Keys) -> NDArray[np.int64]:
-    """Where each prompt's completions begin, and the end."""
+    """The start of each prompt's completions, and the end."""
     return np.concatenate([[0], np.flatnonzero(prompts[1:] != prompts[:-1]) + 1, [len(prompts)]])
 
 
 def _shifted(prompts: Keys, own: int, num_pairs: int, k: int) -> NDArray[np.int64]:
-    # Along the shard's own completions, where they allow a shift for each k. One shift is enough
-    # where nothing was borrowed: there is nothing else.
+    # Along the shard's own completions, if they allow a shift for each k. If nothing was borrowed,
+    # one shift is enough.
     longest = int(np.diff(runs_of(prompts[:own])).max())
     if own - 2 * longest + 1 >= (num_pairs if len(prompts) > own else 1):
         blocks = [
@@ -59,7 +58,7 @@ def _shifted(prompts: Keys, own: int, num_pairs: int, k: int) -> NDArray[np.int6
     start, stop = runs[int(np.diff(runs).argmax()) :][:2].tolist()
     if 2 * (stop - start) <= len(every):
         return (every[:own] + _shift(len(every), stop - start, k)) % len(every)
-    # One prompt has more than half: its completions and the others are partners of each other.
+    # One prompt has more than half of them: its completions pair with all others.
     is_large = (every >= start) & (every < stop)
     chosen = np.full(len(every), NONE)
     large, others = every[is_large], every[~is_large]
@@ -75,7 +74,7 @@ def _shift(size: int, longest: int, k: int) -> int:
 
 
 def _blocks(prompts: Keys) -> list[tuple[int, int, int]]:
-    """Start, stop and longest run of each block, which is long enough for many shifts."""
+    """Start, stop and longest run of each block; blocks are long enough for many shifts."""
     runs = runs_of(prompts)
     opens = np.flatnonzero(prompts[runs[:-1]] % np.uint64(PROMPTS_PER_BLOCK) == 0)
     edges = np.union1d([0], opens).astype(np.int64)
@@ -94,13 +93,13 @@ def _blocks(prompts: Keys) -> list[tuple[int, int, int]]:
 
 
 def _separate(partners: NDArray[np.int64], prompts: Keys, texts: Keys) -> None:
-    """Exchanges partners of the own text with the nearest further on where that helps both."""
+    """Exchanges each partner of equal text with the nearest later one, if both then fit."""
     own = len(partners)
-    alone: set[int] = set()  # texts for which nobody is left to exchange with
+    alone: set[int] = set()  # texts without any exchange left
     for index in np.flatnonzero((texts[partners] == texts[:own]) & (partners != NONE)).tolist():
         other, same = partners[index], texts[index]
         if texts[other] != same or int(same) in alone:
-            continue  # an earlier exchange has helped it, or nothing will
+            continue  # an earlier exchange fixed it, or none can
         for width in (min(NEAR, own), own):
             near = (index + 1 + np.arange(width)) % own
             free = (texts[near] != same) & (texts[partners[near]] != same)
@@ -116,7 +115,7 @@ def _separate(partners: NDArray[np.int64], prompts: Keys, texts: Keys) -> None:
 
 
 def fill(partners: NDArray[np.int64], prompts: Keys, texts: Keys, k: int) -> None:
-    """Gives those without a partner the completions that fit, in turn."""
+    """Gives completions without a partner those that fit, in turn."""
     missing, runs = np.flatnonzero(partners == NONE), runs_of(prompts)
     for text in np.unique(texts[missing]):
         rows, others = missing[texts[missing] == text], np.flatnonzero(texts != text)

@@ -17,9 +17,9 @@ from ...schemas.row_table import Rows, digest_of, keys_of
 def merge_same_prompts(rows: Rows, notes: Counter[str], *, prompt_side: str) -> Rows:
     """Joins neighbouring rows with one prompt; their completions keep key order.
 
-    Their prompt is the longest run of ids that all of them begin with. What a row's own prompt has
-    behind that goes to the front of its completion. `prompt_side` is where long prompts were cut:
-    cut each by itself, they keep what all have kept, which is a few tokens less than in list form.
+    The joint prompt is the longest common prefix of their ids. The rest of a row's prompt moves to
+    the front of its completion. `prompt_side` is the side where long prompts were cut. Each was cut
+    by itself, so the common part may be a few tokens shorter than in list form.
     """
     rows, firsts = _with_shared_prompts(rows, notes, prompt_side)
     notes["rows_joined_by_prompt"] += len(rows) - len(firsts)
@@ -28,7 +28,7 @@ def merge_same_prompts(rows: Rows, notes: Counter[str], *, prompt_side: str) -> 
         highest = np.maximum.reduceat(column, firsts)
         notes[f"prompts_with_more_than_one_{name}"] += int((lowest != highest).sum())
     every, ids = np.arange(len(rows.completions)), rows.ids()
-    offsets = np.append(rows.branch_offsets[firsts], len(every))
+    offsets = np.append(rows.completion_offsets[firsts], len(every))
     bounds = zip(firsts.tolist(), [*firsts[1:].tolist(), len(rows)], strict=True)
     joined_ids = [
         digest_of(bytes.fromhex("".join(ids[start:stop]))).hex() for start, stop in bounds
@@ -38,17 +38,17 @@ def merge_same_prompts(rows: Rows, notes: Counter[str], *, prompt_side: str) -> 
 
 @dataclass(frozen=True)
 class _Shared:
-    """The prompt that several rows have in common."""
+    """The common prompt of several rows."""
 
     prompt: NDArray[np.int32]
     cut: int
-    moved: list[NDArray[np.int32]]  # of each row, what goes to the front of its completions
+    moved: list[NDArray[np.int32]]  # ids that move to the front of each row's completions
 
 
 def _with_shared_prompts(
     rows: Rows, notes: Counter[str], prompt_side: str
 ) -> tuple[Rows, NDArray[np.int64]]:
-    """The same rows with one prompt in each group, and where the groups begin."""
+    """The rows with one prompt per group, and the starts of the groups."""
     is_first = np.append(True, rows.prompt_key[1:] != rows.prompt_key[:-1])
     shared: dict[int, _Shared] = {}
     for start, stop in _uneven_groups(rows, is_first):
@@ -65,7 +65,7 @@ def _with_shared_prompts(
 
 
 def _uneven_groups(rows: Rows, is_first: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """The groups of rows of one prompt whose prompt ids differ."""
+    """The groups of rows with one prompt but unequal prompt ids."""
     lengths, cuts = rows.prompts.lengths, rows.prompt_cut
     near = np.flatnonzero((lengths[1:] == lengths[:-1]) & (cuts[1:] == cuts[:-1])) + 1
     mine, before = rows.prompts.take(near), rows.prompts.take(near - 1)
@@ -81,12 +81,12 @@ def _uneven_groups(rows: Rows, is_first: NDArray[np.bool_]) -> Iterator[tuple[in
 def _shared(
     prompts: Sequence[NDArray[np.int32]], cuts: Sequence[int], prompt_side: str
 ) -> _Shared | None:
-    """The shared start of all prompts, compared by token positions before truncation."""
+    """The common prefix of all prompts, compared at their positions before truncation."""
     is_left = prompt_side == "left"
     cut = max(cuts) if is_left else 0
     base = prompts[cuts.index(cut)] if is_left else prompts[0]
     windows = [ids[cut - own :] if is_left else ids for ids, own in zip(prompts, cuts, strict=True)]
-    # The first token of a cut prompt may be the BOS, which is not the token at that position.
+    # The first token of a cut prompt may be a BOS that replaced the token at that position.
     length, start = len(base), int(cut > 0)
     for ids in windows:
         length = min(length, len(ids))
@@ -95,7 +95,7 @@ def _shared(
     if length == 0:
         return None
     moved = [ids[length:] for ids in windows]
-    if not is_left:  # behind a prompt that was cut is a gap: no completion begins before it
+    if not is_left:  # tokens are missing after a cut prompt: no completion starts before them
         lost = zip(prompts, cuts, strict=True)
         cut = max((own + len(ids) - length for ids, own in lost if own), default=0)
         moved = [more[:0] if own else more for more, own in zip(moved, cuts, strict=True)]
@@ -103,22 +103,24 @@ def _shared(
 
 
 def _with_prompts(rows: Rows, shared: dict[int, _Shared]) -> Rows:
-    """These prompts in the rows from each start on, and what they lack in the completions."""
+    """The rows with the common prompts; the removed ids move into the completions."""
     prompts, prompt_cut = list(rows.prompts), rows.prompt_cut.copy()
     completions, keys = list(rows.completions), rows.completion_key.copy()
-    has_turns = is_valid(rows.of_branches.column("completion_turns"))
+    has_turns = is_valid(rows.of_completions.column("completion_turns"))
     turns: list[Any] = [()] * len(completions)
     if rows.learned is not None:
-        for branch in np.flatnonzero(has_turns).tolist():
-            turns[branch] = rows.learned[branch]
+        for completion in np.flatnonzero(has_turns).tolist():
+            turns[completion] = rows.learned[completion]
     for start, found in shared.items():
         for row, moved in enumerate(found.moved, start=start):
             prompts[row], prompt_cut[row] = found.prompt, found.cut
-            for branch in range(*rows.branch_offsets[row : row + 2].tolist()) if len(moved) else ():
-                completions[branch] = np.append(moved, completions[branch])
-                (keys[branch],) = keys_of([digest_of(completions[branch].tobytes())])
-                if has_turns[branch]:  # the moved tokens count as what follows them does
-                    turns[branch] = [*[turns[branch][0]] * len(moved), *turns[branch]]
+            for completion in (
+                range(*rows.completion_offsets[row : row + 2].tolist()) if len(moved) else ()
+            ):
+                completions[completion] = np.append(moved, completions[completion])
+                (keys[completion],) = keys_of([digest_of(completions[completion].tobytes())])
+                if has_turns[completion]:  # moved tokens are learned if the next token is
+                    turns[completion] = [*[turns[completion][0]] * len(moved), *turns[completion]]
     return rows.with_columns(
         prompt_ids=Ragged.of(prompts, np.int32),
         prompt_cut=prompt_cut,

@@ -1,8 +1,8 @@
-"""Key ranges: encoded rows are written divided by them, and the rows of one are read out of all.
+"""Key ranges: writes encoded rows divided by range, and reads the rows of one range from all files.
 
 An encoded slice of the data is an Arrow IPC file with a record batch for each portion of the slice
-and each key range that has rows there. Its record counts these rows, and so says which batch is
-which. A shard is one key range, or a few neighbouring ones.
+and each key range with rows in it. The slice's record holds the number of rows of each, so the
+batches need no names. A shard is one key range, or a few neighbouring ones.
 """
 
 from __future__ import annotations
@@ -25,56 +25,56 @@ from ...schemas.row_table import ID_DIGITS, Rows, sources
 from ...schemas.rows import Rejected, Role
 from .long_form import merge_same_prompts
 
-# Rows that are divided at once, by the tokens that they weigh: short rows are mostly columns.
+# The size of a portion in tokens; each completion counts as some more, for its other columns.
 TOKENS_PER_PORTION = 4 * 1024 * 1024
-TOKENS_PER_BRANCH = 40
+TOKENS_PER_COMPLETION = 40
 
-BYTES_PER_RANGE = 512 << 10  # of data: some 10,000 of the shortest rows, in memory at once
-MOST_RANGES = 1024  # a batch costs as much as ten rows, so more ranges would be slower
-ROWS_PER_SHARD = 1000  # at least, about
+BYTES_PER_RANGE = 512 << 10  # of data: about 10,000 of the shortest rows, in memory at once
+MOST_RANGES = 1024  # a batch costs as much as ten rows: more ranges would be slower
+ROWS_PER_SHARD = 1000  # at least, approximately
 FILES_OPEN = 256
 
 REMEDY = "Remove it and run the same command again: no finished shard is lost."
 
 
 def number_of_ranges(data_bytes: int, asked: int) -> int:
-    """How many key ranges the rows of so much data are divided into."""
+    """The number of key ranges for so many bytes of data."""
     if asked:
         return asked
     return min(MOST_RANGES, 1 << (max(0, data_bytes - 1) // BYTES_PER_RANGE).bit_length())
 
 
 def number_of_shards(ranges: int, rows: int, asked: int) -> int:
-    """How many shards there are: neighbouring ranges are joined until each has enough rows."""
+    """The number of shards; neighbouring ranges are joined until each has enough rows."""
     if asked:
         return ranges
     return min(ranges, 1 << max(0, (rows // ROWS_PER_SHARD).bit_length() - 1))
 
 
 def range_of(keys: NDArray[np.uint64], ranges: int) -> NDArray[np.int64]:
-    """The range of each key; all ranges are equally wide."""
+    """The range of each key; all ranges have equal width."""
     return ((keys >> np.uint64(32)) * np.uint64(ranges) >> np.uint64(32)).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class EncodedSlice:
-    """The record of an encoded slice of the data; once it is there, the slice is encoded."""
+    """The record of an encoded slice of the data; written once the slice is complete."""
 
     counts: tuple[tuple[int, ...], ...]  # usable rows of each portion and range
     completions: int
     prompt_tokens: int
     completion_tokens: int
-    largest_prompt: tuple[str, int]  # its key in hex, and its completions
-    texts: tuple[str, str]  # the lowest and the highest key of a completion
-    bytes: int  # of its file
-    rows_in: tuple[int, ...]  # rows read, good and bad, of each file of data in the slice
+    largest_prompt: tuple[str, int]  # its key in hex, and its number of completions
+    texts: tuple[str, str]  # the lowest and the highest completion key
+    bytes: int  # of the file
+    rows_in: tuple[int, ...]  # rows read, good and bad, of each data file in the slice
     notes: dict[str, int]
     reasons: dict[str, int]  # why rows cannot be used -> rows
     rejected: tuple[Rejected, ...]  # up to a limit; rows count from the slice's first
 
 
 def write_slice(sink: BufferedIOBase, chunks: Iterable[Rows], ranges: int) -> dict[str, Any]:
-    """Writes a batch for each portion and range that has rows; what the record says of the rows."""
+    """Writes a batch for each portion and range with rows; returns the record's counts of them."""
     counts, prompts, texts = list[tuple[int, ...]](), [np.empty(0, np.uint64)], list[int]()
     tokens: NDArray[np.int64] = np.zeros(2, np.int64)  # of prompts, and of completions
     writer = None
@@ -83,7 +83,7 @@ def write_slice(sink: BufferedIOBase, chunks: Iterable[Rows], ranges: int) -> di
         portion.clear()  # so that no row is held three times
         number = range_of(rows.range_keys, ranges)
         counts.append(tuple(np.bincount(number, minlength=ranges).tolist()))
-        prompts.append(rows.range_keys[rows.row_of_branch])
+        prompts.append(rows.range_keys[rows.row_of_completion])
         texts += [int(rows.completion_key.min()), int(rows.completion_key.max())]
         tokens += (len(rows.prompts.values), len(rows.completions.values))
         batch = rows.take(np.argsort(number.astype(np.uint16), kind="stable")).to_batch()
@@ -113,7 +113,7 @@ def _portions(chunks: Iterable[Rows]) -> Iterator[list[Rows]]:
     for rows in filter(len, chunks):
         portion.append(rows)
         tokens += len(rows.completions.values) + len(rows.prompts.values)
-        tokens += TOKENS_PER_BRANCH * len(rows.completions)
+        tokens += TOKENS_PER_COMPLETION * len(rows.completions)
         if tokens >= TOKENS_PER_PORTION:
             yield portion
             portion, tokens = [], 0
@@ -121,11 +121,11 @@ def _portions(chunks: Iterable[Rows]) -> Iterator[list[Rows]]:
         yield portion
 
 
-def likeliest_majority(slices: Iterable[EncodedSlice]) -> str:
-    """The only prompt, by its key, that may have more than half of all completions; "" if none.
+def majority_candidate(slices: Iterable[EncodedSlice]) -> str:
+    """The key of the only prompt that may have more than half of all completions; "" if none.
 
-    In one slice at least such a prompt has more than half, and what it lacks in others cancels out:
-    the majority vote of Boyer and Moore, with weights.
+    The majority vote of Boyer and Moore with weights: such a prompt has more than half in at least
+    one slice.
     """
     prompt, lead = "", 0
     for one in slices:
@@ -142,7 +142,7 @@ def likeliest_majority(slices: Iterable[EncodedSlice]) -> str:
 
 @dataclass(frozen=True)
 class SliceFile:
-    """An encoded slice: its file, rows by portion and range, and the file's rows ahead of it."""
+    """An encoded slice: its file, its rows by portion and range, and the rows before it."""
 
     path: Path
     counts: NDArray[np.int32]  # (portions, ranges)
@@ -150,7 +150,7 @@ class SliceFile:
 
 
 class ShardReader:
-    """The rows of all encoded slices, read shard by shard; a bounded number of files is open."""
+    """Reads the rows of all encoded slices shard by shard, with a bounded number of open files."""
 
     def __init__(self, files: Sequence[SliceFile], shards: int, prompt_side: str | None) -> None:
         """With `prompt_side`, rows of one prompt are joined into one."""
@@ -158,10 +158,10 @@ class ShardReader:
         self._opened = lru_cache(FILES_OPEN)(lambda path: pa.ipc.open_file(pa.OSFile(str(path))))
 
     def read(self, shard: int, notes: Counter[str]) -> Rows | None:
-        """The rows of a shard in key order, each numbered in its file of data; None without any.
+        """The rows of a shard in key order, each numbered in its data file; None without rows.
 
-        Of rows of equal content the first has a plain id, and those behind it, in the order of the
-        data, end in -1, -2, ...
+        Among rows of equal content, in the order of the data, the first has a plain id and the
+        others end in -1, -2, ...
         """
         batches: list[pa.RecordBatch] = []
         lengths: list[int] = []
@@ -185,15 +185,15 @@ class ShardReader:
         return _with_copies_numbered(rows, notes)
 
     def completions_of(self, key: int) -> int:
-        """How many completions a prompt has."""
+        """The number of completions of a prompt."""
         keys = np.array([key], np.uint64)
         rows = self.read(int(range_of(keys, self._shards)[0]), Counter())
-        return int(np.diff(rows.branch_offsets)[rows.range_keys == keys].sum()) if rows else 0
+        return int(np.diff(rows.completion_offsets)[rows.range_keys == keys].sum()) if rows else 0
 
     def _batches(self, file: SliceFile, shard: int) -> list[pa.RecordBatch]:
         wide = file.counts.shape[1] // self._shards
         is_there = file.counts > 0
-        # Batches without rows were not written: the index counts the others.
+        # Batches without rows were not written: the index skips them.
         index = (np.cumsum(is_there) - 1).reshape(is_there.shape)
         own = slice(shard * wide, (shard + 1) * wide)
         wanted = index[:, own][is_there[:, own]].tolist()
@@ -214,11 +214,11 @@ def _with_copies_numbered(rows: Rows, notes: Counter[str]) -> Rows:
 
 
 def _in_both_orders(rows: Rows) -> int:
-    """How many pairs of completions are there as chosen and rejected and the other way round."""
-    starts = rows.branch_offsets[:-1][np.diff(rows.branch_offsets) == 2]
+    """The number of pairs of completions that appear in both orders of chosen and rejected."""
+    starts = rows.completion_offsets[:-1][np.diff(rows.completion_offsets) == 2]
     firsts = starts[(rows.roles[starts] == Role.CHOSEN) & (rows.roles[starts + 1] == Role.REJECTED)]
     chosen, rejected = rows.completion_key[firsts], rows.completion_key[firsts + 1]
-    prompts, is_turned = rows.range_keys[rows.row_of_branch[firsts]], chosen > rejected
+    prompts, is_turned = rows.range_keys[rows.row_of_completion[firsts]], chosen > rejected
     pairs = np.stack([prompts, np.minimum(chosen, rejected), np.maximum(chosen, rejected)])
     order = np.lexsort((is_turned, *pairs))
     pairs, is_turned = pairs[:, order], is_turned[order]

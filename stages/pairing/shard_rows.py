@@ -1,8 +1,7 @@
 """The rows of a shard, ready to be scored: each completion with its KL partners, cut to fit.
 
-Partners come from the shard's own key range. A range of few prompts borrows those after it, round
-the end, and so does a search for another text or for one that fits after a cut: always the same
-ranges, whoever makes the shard.
+Partners come from the shard's own key range. A range with few prompts, or too few texts that fit,
+borrows the ranges after it, wrapping around. The borrowed ranges depend on the data alone.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from ...schemas.row_table import Rows, fitted_length
 from ...schemas.rows import Rejected, Role
 from .kl_partners import NONE, choose_partners, fill, runs_of
 
-LEAST_PROMPTS = 64  # of a range that borrows no other
-MOST_BORROWED = 65_536  # completions, beyond which none is borrowed for want of prompts or texts
-MOST_SEARCHED = 4096  # completions looked at for one that fits after cutting
-SEARCH_WINDOW = 256  # of these, looked at together
+LEAST_PROMPTS = 64  # a range with fewer borrows others
+MOST_BORROWED = 65_536  # a pool of so many completions borrows no more for prompts or texts
+MOST_SEARCHED = 4096  # completions that are tried to find one that fits after cutting
+SEARCH_WINDOW = 256  # completions that are tried at a time
 
 Read = Callable[[int, Counter[str]], Rows | None]
 
@@ -42,7 +41,7 @@ class ShardRows:
 def build_shard(
     read: Read, shard: int, shards: int, num_pairs: int, *, max_length: int, stops: frozenset[int]
 ) -> ShardRows:
-    """Reads the rows of a shard, which has some, and gives each completion its KL partners."""
+    """Reads the rows of a shard that is not empty, and gives each completion its KL partners."""
     notes = Counter[str]()
     own = read(shard, notes)
     assert own is not None, "a shard without rows is not built"
@@ -53,15 +52,15 @@ def build_shard(
     notes["mismatched_completions_replaced_after_cutting"] += int(is_replaced.sum())
     # Each row's own completions, then all first partners, then all second ones, ...
     count = len(own.completions)
-    branch_rows = np.tile(own.row_of_branch, 1 + num_pairs)
+    completion_rows = np.tile(own.row_of_completion, 1 + num_pairs)
     k = np.repeat(np.arange(1 + num_pairs), count)
-    order = np.lexsort((np.arange(len(branch_rows)), k, branch_rows))
+    order = np.lexsort((np.arange(len(completion_rows)), k, completion_rows))
     is_partner, taken = order >= count, np.append(np.arange(count), numbers)[order]
-    branches = pool.rows.of_branches.take(arrow_of(taken, pa.int64()))
-    rows = Rows(own.of_rows, branches, own.branch_offsets * (1 + num_pairs))
+    completions = pool.rows.of_completions.take(arrow_of(taken, pa.int64()))
+    rows = Rows(own.of_rows, completions, own.completion_offsets * (1 + num_pairs))
     rows = rows.without("completion_key").with_columns(
         role=np.where(is_partner, Role.MISMATCHED, rows.roles),
-        score=np.where(is_partner, np.nan, rows.scores),  # the data say nothing of the two together
+        score=np.where(is_partner, np.nan, rows.scores),  # scores are of the original prompt
     )
     kept = np.append(own.completions.lengths, limits)[order]
     if (lost := rows.completions.lengths - kept).any():
@@ -79,7 +78,7 @@ def build_shard(
 
 
 class _Pool:
-    """The completions that may be partners: those of the shard, and behind them borrowed ones."""
+    """The possible partners: the shard's completions, then borrowed ones."""
 
     def __init__(self, own: Rows, read: Read, later: list[int], stops: frozenset[int]) -> None:
         self.own, self._read, self._later, self._stops = own, read, iter(later), stops
@@ -87,8 +86,8 @@ class _Pool:
 
     def _hold(self, rows: Rows) -> None:
         self.rows, self.ids = rows, rows.completions
-        self.prompts, self.texts = rows.range_keys[rows.row_of_branch], rows.completion_key
-        # How many tokens are learned before each one of all completions.
+        self.prompts, self.texts = rows.range_keys[rows.row_of_completion], rows.completion_key
+        # The number of learned tokens before each token of all completions.
         self._learned = None if rows.learned is None else offsets_of(rows.learned.values > 0)
 
     def borrow(self) -> bool:
@@ -102,7 +101,7 @@ class _Pool:
     def fitted(
         self, numbers: NDArray[np.int64], room: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """How many tokens of these completions fit, and whether any of those is learned."""
+        """The number of tokens of these completions that fit, and whether any is learned."""
         whole = self.ids.lengths[numbers]
         lengths = np.minimum(whole, room)
         for index in np.flatnonzero(lengths < whole).tolist() if self._stops else ():
@@ -115,7 +114,7 @@ class _Pool:
 
 
 def _paired(pool: _Pool, num_pairs: int, notes: Counter[str]) -> NDArray[np.int64]:
-    """The partners of each own completion, k by k; NONE where no text of another prompt is near."""
+    """Partner k of each own completion, k by k; NONE where no text of another prompt fits."""
     own = len(pool.prompts)
     while num_pairs and _has_few_prompts(pool) and pool.borrow():
         pass
@@ -140,12 +139,12 @@ def _has_few_prompts(pool: _Pool) -> bool:
 def _fitting(
     pool: _Pool, chosen: NDArray[np.int64], max_length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[int, str]]:
-    """The partners, how many of their tokens fit behind the prompts, and why rows have none.
+    """The partners, the number of their tokens that fit, and the reasons for rows without one.
 
-    Where cutting leaves nothing to learn, or the real completion, the next one that fits is taken.
+    If cutting leaves nothing to learn, or the row's own text, the next partner that fits is used.
     """
     own, count = pool.own, len(pool.own.completions)
-    row_of = own.row_of_branch
+    row_of = own.row_of_completion
     room = max_length - own.prompts.lengths[row_of]
     alone = np.unique(row_of[np.flatnonzero(chosen == NONE) % count]) if count else ()
     missing = {int(row): "no completion of another prompt with another text" for row in alone}
@@ -153,31 +152,31 @@ def _fitting(
     lengths, has_learned = pool.fitted(numbers, np.resize(room, len(numbers)))
     is_as_long = lengths == np.resize(own.completions.lengths, len(numbers))
     for index in np.flatnonzero(is_as_long | ~has_learned).tolist():
-        branch = index % count
-        row = int(row_of[branch])
+        completion = index % count
+        row = int(row_of[completion])
         ids = pool.ids[numbers[index]][: lengths[index]]
-        is_same = np.array_equal(ids, own.completions[branch])
+        is_same = np.array_equal(ids, own.completions[completion])
         if row in missing or not (is_same or not has_learned[index]):
             continue
-        found = _next_fitting(pool, int(numbers[index]), branch, int(room[branch]))
+        found = _next_fitting(pool, int(numbers[index]), completion, int(room[completion]))
         if found is not None:
             numbers[index], lengths[index] = found
         else:
             missing[row] = (
-                f"room for {room[branch]} tokens behind the prompt: cut to that, none of the "
-                f"{min(MOST_SEARCHED, len(pool.texts) - 1)} completions after its partner is of "
-                "another prompt and another text than completion "
-                f"{branch - int(own.branch_offsets[row])}; raise max_length or set kl_pairs to 0"
+                f"room for {room[completion]} tokens after the prompt: cut to that, none of the "
+                f"{min(MOST_SEARCHED, len(pool.texts) - 1)} completions that were tried differs in "
+                f"prompt and text from completion {completion - int(own.completion_offsets[row])}; "
+                "raise max_length or set kl_pairs to 0"
             )
     return numbers, lengths, missing
 
 
-def _next_fitting(pool: _Pool, partner: int, branch: int, room: int) -> tuple[int, int] | None:
-    """The next completion after a partner with another prompt and, cut, another text; its tokens.
+def _next_fitting(pool: _Pool, partner: int, completion: int, room: int) -> tuple[int, int] | None:
+    """The next completion with another prompt and, when cut, another text; its number of tokens.
 
-    Round the end of the pool first, then in ranges behind it.
+    The search wraps around the pool, then borrows more ranges.
     """
-    completion, prompt = pool.own.completions[branch], pool.prompts[branch]
+    own_ids, prompt = pool.own.completions[completion], pool.prompts[completion]
     total, looked = len(pool.prompts), 0
     order = (partner + np.arange(1, total)) % total
     while True:
@@ -186,7 +185,7 @@ def _next_fitting(pool: _Pool, partner: int, branch: int, room: int) -> tuple[in
             lengths, has_learned = pool.fitted(near, np.full(len(near), room))
             for at in np.flatnonzero(has_learned & (pool.prompts[near] != prompt)).tolist():
                 ids = pool.ids[near[at]][: lengths[at]]
-                if not np.array_equal(ids, completion):
+                if not np.array_equal(ids, own_ids):
                     return int(near[at]), int(lengths[at])
         looked += len(order)
         if looked >= MOST_SEARCHED or not pool.borrow():

@@ -17,7 +17,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...schemas.cache import StoredKind, branch_layout
+from ...schemas.cache import StoredKind, completion_layout
 from ...schemas.columns import offsets_of
 from ...schemas.errors import CorruptionError, UsageError
 from ...schemas.rows import Role
@@ -101,7 +101,7 @@ def _layout_of(folder: Cache) -> Layout:
     first = next(iter_row_groups(paths[0]))
     roles = pl.Series(pl.from_arrow(first.column("role")))
     offsets = offsets_of(roles.list.len().to_numpy())
-    stored = branch_layout(roles.explode().to_numpy(), offsets, source=str(paths[0]))
+    stored = completion_layout(roles.explode().to_numpy(), offsets, source=str(paths[0]))
     kind = StoredKind(stored.kinds[0])
     return Layout(paths, kind, stored.num_partners, carried_names(first.schema))
 

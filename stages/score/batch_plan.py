@@ -1,4 +1,4 @@
-"""The plan of trees and batches from lengths: shared prompts, and sequences of similar length."""
+"""Plans trees that share prompts, and batches of trees of similar length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TreePlan:
-    """Branches that are scored after one copy of their prompt."""
+    """Completions that are scored after one copy of their prompt."""
 
     row: int  # a row that holds the prompt
     branches: tuple[int, ...]
@@ -28,30 +28,30 @@ class TreeCost:
     tokens_per_batch: int
 
     def __call__(self, length: int) -> float:
-        """The cost of one sequence, in units of one token's pass through the layers."""
+        """The cost of one sequence; 1 is one token's pass through the layers."""
         # A layer costs about 24 h^2 flops a token; attention over L tokens 4 h L.
         return length * (1.0 + length / (6.0 * self.hidden_size))
 
 
 def plan_trees(
     groups: Iterable[Sequence[int]],
-    row_of_branch: NDArray[np.int64],
+    row_of_completion: NDArray[np.int64],
     *,
     prompt_lengths: NDArray[np.int64],
-    branch_lengths: NDArray[np.int64],
+    completion_lengths: NDArray[np.int64],
     cost: TreeCost,
 ) -> list[TreePlan]:
-    """Trees of branches of one prompt, joined as long as sharing the prompt is cheaper.
+    """Trees of completions of one prompt, joined as long as sharing the prompt is cheaper.
 
-    Each group lists the branches of one prompt that have to be scored.
+    Each group lists the completions of one prompt that must be scored.
     """
     trees: list[TreePlan] = []
     for branches in groups:
-        row = int(row_of_branch[branches[0]])
+        row = int(row_of_completion[branches[0]])
         length = prompt = int(prompt_lengths[row])
         current: list[int] = []
         for branch in branches:
-            more = int(branch_lengths[branch])
+            more = int(completion_lengths[branch])
             together = cost(length + more)
             apart = cost(length) + cost(prompt + more)
             fits = length + more <= cost.tokens_per_batch and together <= apart

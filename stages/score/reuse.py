@@ -1,4 +1,4 @@
-"""Scores of earlier caches, looked up by the content of each branch."""
+"""Looks up scores in earlier caches by the content of each completion."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..storage.cache import Cache
 from ..storage.shards import read_shard
 from .score import KnownScores
 
-SHARDS_HELD = 4
+SHARDS_CACHED = 4
 
 logger = logging.getLogger("align")
 
@@ -33,25 +33,25 @@ class EarlierCache:
 
 
 class ReuseIndex:
-    """The branches of earlier caches: of each only the shards whose keys may be the rows' are read.
+    """The completions of earlier caches; only shards whose key range overlaps the rows' are read.
 
     A shard that cannot be read is skipped.
     """
 
     def __init__(self, caches: Sequence[EarlierCache], *, need_token_logps: bool) -> None:
-        self._shards = [(cache, commit) for cache in caches for commit in cache.shards]
+        self._shards = [(cache, shard) for cache in caches for shard in cache.shards]
         self._need_token_logps = need_token_logps
-        self._load = lru_cache(SHARDS_HELD)(self._read)
+        self._load = lru_cache(SHARDS_CACHED)(self._read)
         self._lost: set[int] = set()
 
     def find(self, rows: Rows, *, first_key: str, last_key: str) -> KnownScores:
-        """The known scores of these rows, whose keys are between two."""
+        """The known scores of these rows, whose keys lie between two keys."""
         count = len(rows.completions)
         found, logps, numerics = np.zeros(count, np.bool_), np.zeros(count), dict[str, str]()
         tokens, source = [Ragged.of([[]], np.float32)], np.zeros(count, np.int64)  # 0: not known
         keys: NDArray[np.bytes_] | None = None
-        for number, (_, commit) in enumerate(self._shards):
-            if commit.first_key > last_key or commit.last_key < first_key:
+        for number, (_, shard) in enumerate(self._shards):
+            if shard.first_key > last_key or shard.last_key < first_key:
                 continue
             known = self._load(number)
             if known is None or (self._need_token_logps and known.block.token_logps is None):
@@ -59,27 +59,27 @@ class ReuseIndex:
             keys = packed_keys(rows) if keys is None else keys
             wanted = np.flatnonzero(~found)
             at, is_known = look_up(known.keys, keys[wanted])
-            branches, stored = wanted[is_known], known.order[at[is_known]]
-            found[branches], logps[branches] = True, known.block.logps[stored]
+            completions, stored = wanted[is_known], known.order[at[is_known]]
+            found[completions], logps[completions] = True, known.block.logps[stored]
             if self._need_token_logps and known.block.token_logps is not None:
-                source[branches] = sum(map(len, tokens)) + np.arange(len(branches))
+                source[completions] = sum(map(len, tokens)) + np.arange(len(completions))
                 tokens.append(known.block.token_logps.take(stored))
-            if len(branches):
-                numerics = numerics or commit.numerics
+            if len(completions):
+                numerics = numerics or shard.numerics
         kept = Ragged.concat(tokens).take(source) if self._need_token_logps else None
         return KnownScores(found=found, token_logps=kept, logps=logps, numerics=numerics)
 
     def _read(self, number: int) -> _Shard | None:
-        """One shard; None, and a warning the first time, when it is damaged or missing."""
-        cache, commit = self._shards[number]
-        path = cache.folder.shard(commit)
+        """One shard; None, with a warning the first time, if it is damaged or missing."""
+        cache, shard = self._shards[number]
+        path = cache.folder.shard(shard)
         if number in self._lost:
             return None
         try:
-            cache.folder.check(commit)
+            cache.folder.check(shard)
             block = read_shard(path)
         except (CorruptionError, StorageError, UsageError) as error:
-            logger.warning("%s is not reused, its rows are scored again: %s", path, error)
+            logger.warning("%s is not reused and its rows are scored again: %s", path, error)
             self._lost.add(number)
             return None
         keys = packed_keys(block)
@@ -89,10 +89,10 @@ class ReuseIndex:
 
 @dataclass(frozen=True)
 class _Shard:
-    """A shard, and its branches in the order of their keys."""
+    """A shard, and its completions in the order of their keys."""
 
-    keys: NDArray[np.bytes_]  # (branches,) S16
-    order: NDArray[np.int64]  # (branches,) among the branches of the block
+    keys: NDArray[np.bytes_]  # (completions,) S16
+    order: NDArray[np.int64]  # (completions,) among the completions of the block
     block: Rows
 
 
@@ -107,19 +107,19 @@ def look_up(
 
 
 def packed_keys(rows: Rows) -> NDArray[np.bytes_]:
-    """The keys of all branches as one array of S16."""
-    return np.frombuffer(b"".join(branch_keys(rows)), dtype="S16")
+    """The keys of all completions as one array of S16."""
+    return np.frombuffer(b"".join(completion_keys(rows)), dtype="S16")
 
 
-def branch_keys(rows: Rows) -> list[bytes]:
-    """A digest of prompt ids, completion ids, the boundary and what is learned, per branch."""
+def completion_keys(rows: Rows) -> list[bytes]:
+    """A digest per completion of prompt ids, completion ids, their boundary and learned tokens."""
     prompts = [
         hashlib.blake2b(prompt.tobytes(), digest_size=16, person=b"prompt")
         for prompt in rows.prompts
     ]
     keys = []
-    told = rows.completion_bytes()
-    for row, completion in zip(rows.row_of_branch.tolist(), told, strict=True):
+    contents = rows.completion_bytes()
+    for row, completion in zip(rows.row_of_completion.tolist(), contents, strict=True):
         joined = hashlib.blake2b(prompts[row].digest(), digest_size=16, person=b"branch")
         joined.update(completion)
         keys.append(joined.digest())

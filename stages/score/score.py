@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ...schemas.columns import Ragged, offsets_of
 from ...schemas.row_table import Rows, bytes_of
-from ...schemas.rows import OutOfMemory, Rejected, Role, Scorer, Tree, sums_of_branches
+from ...schemas.rows import OutOfMemory, Rejected, Role, Scorer, Tree, sums_of_completions
 from .batch_plan import TreeCost, TreePlan, plan_batches, plan_trees
 
 logger = logging.getLogger("align")
@@ -22,22 +22,22 @@ logger = logging.getLogger("align")
 
 @dataclass(frozen=True)
 class KnownScores:
-    """Scores an earlier cache holds; rows of `found` that are False have no tokens."""
+    """The scores that earlier caches have; a completion without `found` has no tokens."""
 
-    found: NDArray[np.bool_]  # (branches,)
-    token_logps: Ragged | None  # (branches,) float32; None when the earlier cache has sums only
-    logps: NDArray[np.float64]  # (branches,)
+    found: NDArray[np.bool_]  # (completions,)
+    token_logps: Ragged | None  # (completions,) float32; None when the earlier cache has sums only
+    logps: NDArray[np.float64]  # (completions,)
     numerics: dict[str, str]  # of the earlier cache
 
 
 @dataclass(frozen=True)
 class ShardScores:
-    """A scored shard, the batch size that was used, and the rows that could not be scored."""
+    """A scored shard, its batch size, and the rows that could not be scored."""
 
     block: Rows
     tokens_per_batch: int
-    branches: int
-    reused: int  # copied from an earlier cache, or from equal branches of this shard
+    completions: int
+    reused: int  # copied from an earlier cache, or from equal completions of this shard
     padding: int  # tokens of padding run through the model
     run_tokens: int  # tokens run through the model, padding included
     rejected: tuple[Rejected, ...]
@@ -45,7 +45,7 @@ class ShardScores:
 
 @dataclass(frozen=True)
 class BatchDone:
-    """A batch that was run through the model."""
+    """The progress of one batch that was run through the model."""
 
     share: float  # fraction of the shard's tokens that have to be scored
     tokens: int  # padding included
@@ -54,7 +54,7 @@ class BatchDone:
 
 @dataclass(frozen=True)
 class ScoringRules:
-    """The settings by which shards are scored."""
+    """The settings of scoring."""
 
     tokens_per_batch: int
     hidden_size: int
@@ -69,9 +69,9 @@ def score_shard(
     scorer: Callable[[], Scorer],
     on_batch: Callable[[BatchDone], None],
 ) -> ShardScores:
-    """The scores of a shard, of which known ones are reused; `on_batch` is called per batch.
+    """Scores a shard and reuses known scores; `on_batch` is called after each batch.
 
-    Each shard begins with the whole budget: its bits depend on no other shard's memory.
+    Each shard starts with the full budget, so its bits do not depend on other shards' memory.
     """
     budget = rules.tokens_per_batch
     alike = first_alike(rows, np.flatnonzero(~known.found))
@@ -86,19 +86,19 @@ def score_shard(
 
 
 def unscored(rows: Rows) -> ShardScores:
-    """A shard whose log-probs are null, as no method that needs a reference is to read it."""
+    """A shard with null log-probs, for methods that need no reference."""
     none = pa.nulls(len(rows.completions), pa.float64())
     return ShardScores(rows.with_columns(ref_logp=none), 0, 0, 0, 0, 0, ())
 
 
 @dataclass(frozen=True)
 class _Run:
-    branches: NDArray[np.int64]  # that were run
+    indices: NDArray[np.int64]  # of the completions that were run
     token_logps: Ragged  # of each of them
     padding: int
     tokens: int
     tokens_per_batch: int
-    too_big: tuple[int, ...]  # branches that do not fit even alone; their values are NaN
+    too_big: tuple[int, ...]  # completions that do not fit even alone; their log-probs are NaN
 
 
 def _run(
@@ -111,7 +111,7 @@ def _run(
     on_batch: Callable[[BatchDone], None],
 ) -> _Run:
     trees = _plan(rows, wanted, TreeCost(rules.hidden_size, budget))
-    # Opening the scorer loads a model: only when there is something to score.
+    # Opening the scorer loads a model, so it is skipped if there is nothing to score.
     pads = bool(trees) and scorer().pads
     results: list[tuple[int, NDArray[np.float32]]] = []
     too_big: list[int] = []
@@ -121,7 +121,7 @@ def _run(
     launches = (_launched(rows, [trees[index] for index in batch], scorer()) for batch in batches)
     for batch in _with_next_launched(launches):
         results += _values(rows, batch)
-        too_big += [] if batch.read else batch.branches
+        too_big += [] if batch.read else batch.indices
         waste = batch.padding if pads else 0
         tokens, padding = tokens + batch.useful + waste, padding + waste
         on_batch(BatchDone(batch.useful / whole, batch.useful + waste, waste))
@@ -131,53 +131,54 @@ def _run(
 
 
 def _spoilt_again(rows: Rows, run: _Run, scorer: Callable[[], Scorer]) -> _Run:
-    """What is not finite, run once more, each branch alone: a kernel may spread a neighbour's NaN.
+    """Runs each completion with a log-prob that is not finite once more, alone.
 
-    FlexAttention weighs what it masks inside a block by 0, and 0 times NaN is NaN.
+    A kernel may spread a neighbour's NaN: FlexAttention multiplies masked values by 0, and 0 times
+    NaN is NaN.
     """
     too_big, tokens = run.too_big, run.tokens
-    is_spoilt = ~np.isfinite(_sums(rows, run)) & ~np.isin(run.branches, too_big)
+    is_spoilt = ~np.isfinite(_sums(rows, run)) & ~np.isin(run.indices, too_big)
     for index in np.flatnonzero(is_spoilt).tolist():
-        branch = int(run.branches[index])
-        row = int(rows.row_of_branch[branch])
-        length = int(rows.prompts.lengths[row] + rows.completions.lengths[branch])
-        batch = _launched(rows, [TreePlan(row, (branch,), length)], scorer())
+        completion = int(run.indices[index])
+        row = int(rows.row_of_completion[completion])
+        length = int(rows.prompts.lengths[row] + rows.completions.lengths[completion])
+        batch = _launched(rows, [TreePlan(row, (completion,), length)], scorer())
         ((_, alone),) = _values(rows, batch)
         run.token_logps[index][:] = alone
-        too_big, tokens = too_big + (() if batch.read else (branch,)), tokens + length
+        too_big, tokens = too_big + (() if batch.read else (completion,)), tokens + length
     return replace(run, tokens=tokens, too_big=too_big)
 
 
 def _sums(rows: Rows, run: _Run) -> NDArray[np.float64]:
-    """The sum of each branch that was run, of what is learned."""
-    is_learned = None if rows.learned is None else rows.learned.take(run.branches).values > 0
-    return sums_of_branches(run.token_logps, is_learned)
+    """The sum over learned tokens of each completion that was run."""
+    is_learned = None if rows.learned is None else rows.learned.take(run.indices).values > 0
+    return sums_of_completions(run.token_logps, is_learned)
 
 
 def _plan(rows: Rows, wanted: NDArray[np.int64], cost: TreeCost) -> list[TreePlan]:
     groups: dict[int, list[int]] = {}
-    prompts = prompt_numbers(rows)[rows.row_of_branch[wanted]]
-    for prompt, branch in zip(prompts.tolist(), wanted.tolist(), strict=True):
-        groups.setdefault(prompt, []).append(branch)
+    prompts = prompt_numbers(rows)[rows.row_of_completion[wanted]]
+    for prompt, completion in zip(prompts.tolist(), wanted.tolist(), strict=True):
+        groups.setdefault(prompt, []).append(completion)
     return plan_trees(
         (groups[prompt] for prompt in sorted(groups)),
-        rows.row_of_branch,
+        rows.row_of_completion,
         prompt_lengths=rows.prompts.lengths,
-        branch_lengths=rows.completions.lengths,
+        completion_lengths=rows.completions.lengths,
         cost=cost,
     )
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """A batch that the scorer has been given."""
+    """A launched batch."""
 
     trees: Sequence[TreePlan]
-    read: Callable[[], NDArray[np.float32]] | None  # waits for log-probs; None: too big even alone
+    read: Callable[[], NDArray[np.float32]] | None  # waits for log-probs; None: it does not fit
 
     @property
-    def branches(self) -> list[int]:
-        return [branch for tree in self.trees for branch in tree.branches]
+    def indices(self) -> list[int]:
+        return [index for tree in self.trees for index in tree.branches]
 
     @property
     def useful(self) -> int:
@@ -190,7 +191,7 @@ class _Batch:
 
 def _launched(rows: Rows, trees: Sequence[TreePlan], scorer: Scorer) -> _Batch:
     given = [
-        Tree(rows.prompts[tree.row], tuple(rows.completions[branch] for branch in tree.branches))
+        Tree(rows.prompts[tree.row], tuple(rows.completions[index] for index in tree.branches))
         for tree in trees
     ]
     try:
@@ -201,11 +202,11 @@ def _launched(rows: Rows, trees: Sequence[TreePlan], scorer: Scorer) -> _Batch:
         return _Batch(trees, None)
 
 
-BATCHES_AHEAD = 1  # more would hold the inputs of more batches, and a GPU is busy with one
+BATCHES_AHEAD = 1  # one keeps a GPU busy; more would only hold more inputs in memory
 
 
 def _with_next_launched(launches: Iterator[_Batch]) -> Iterator[_Batch]:
-    """Each batch once the one behind it is launched: a GPU computes while one is read."""
+    """Each batch, once the next one is launched: the GPU computes while a batch is read."""
     waiting: deque[_Batch] = deque()
     for batch in launches:
         waiting.append(batch)
@@ -215,13 +216,14 @@ def _with_next_launched(launches: Iterator[_Batch]) -> Iterator[_Batch]:
 
 
 def _values(rows: Rows, batch: _Batch) -> list[tuple[int, NDArray[np.float32]]]:
-    """The log-probs of each branch, for which it waits."""
-    branches = batch.branches
-    offsets = offsets_of(rows.completions.lengths[branches])
+    """Waits for the log-probs of each completion."""
+    completions = batch.indices
+    offsets = offsets_of(rows.completions.lengths[completions])
     flat = batch.read() if batch.read else np.full(offsets[-1], np.nan, np.float32)
     assert offsets[-1] == len(flat)
     return [
-        (branch, flat[offsets[index] : offsets[index + 1]]) for index, branch in enumerate(branches)
+        (completion, flat[offsets[index] : offsets[index + 1]])
+        for index, completion in enumerate(completions)
     ]
 
 
@@ -233,7 +235,7 @@ def _collect(
     rules: ScoringRules,
 ) -> ShardScores:
     wanted = np.flatnonzero(~known.found)
-    index = np.searchsorted(run.branches, alike)
+    index = np.searchsorted(run.indices, alike)
     logps = known.logps.copy()
     logps[wanted] = _sums(rows, run)[index]
     scored = rows.with_columns(ref_logp=logps)
@@ -243,14 +245,14 @@ def _collect(
         source = np.arange(len(logps))
         source[wanted] = len(logps) + index
         scored = scored.with_columns(ref_token_logps=parts.take(source))
-    bad_rows = np.unique(rows.row_of_branch[~np.isfinite(logps)])
+    bad_rows = np.unique(rows.row_of_completion[~np.isfinite(logps)])
     if len(bad_rows):
         scored = scored.take(np.setdiff1d(np.arange(len(rows)), bad_rows))
     return ShardScores(
         block=scored,
         tokens_per_batch=run.tokens_per_batch,
-        branches=len(known.found),
-        reused=len(logps) - len(run.branches),
+        completions=len(known.found),
+        reused=len(logps) - len(run.indices),
         padding=run.padding,
         run_tokens=run.tokens,
         rejected=_rejected(rows, logps, wanted[np.isin(alike, run.too_big)]),
@@ -260,17 +262,17 @@ def _collect(
 def _rejected(
     rows: Rows, logps: NDArray[np.float64], too_big: NDArray[np.int64]
 ) -> tuple[Rejected, ...]:
-    """The rows without a finite log-prob, each once, with a branch that does not fit first."""
-    row_of_branch = rows.row_of_branch
+    """The rows without a finite log-prob, each once; memory comes before NaN as the reason."""
+    row_of_completion = rows.row_of_completion
     found: dict[int, Rejected] = {}
-    for branch in too_big.tolist():
-        row = int(row_of_branch[branch])
-        tokens = int(rows.prompts.lengths[row] + rows.completions.lengths[branch])
-        why = f"the prompt and {_named(rows, branch)}, {tokens} tokens, do not fit even alone"
+    for completion in too_big.tolist():
+        row = int(row_of_completion[completion])
+        tokens = int(rows.prompts.lengths[row] + rows.completions.lengths[completion])
+        why = f"the prompt and {_named(rows, completion)}, {tokens} tokens, do not fit even alone"
         found.setdefault(row, _reject(rows, row, "oom", why))
-    for branch in np.flatnonzero(~np.isfinite(logps)).tolist():
-        row = int(row_of_branch[branch])
-        why = f"the log-prob of {_named(rows, branch)} is not finite: {logps[branch]}"
+    for completion in np.flatnonzero(~np.isfinite(logps)).tolist():
+        row = int(row_of_completion[completion])
+        why = f"the log-prob of {_named(rows, completion)} is not finite: {logps[completion]}"
         found.setdefault(row, _reject(rows, row, "nonfinite_logp", why))
     return tuple(found[row] for row in sorted(found))
 
@@ -279,25 +281,25 @@ def _reject(rows: Rows, row: int, reason: str, detail: str) -> Rejected:
     return Rejected(int(rows.file[row]), int(rows.row[row]), reason, detail)
 
 
-def _named(rows: Rows, branch: int) -> str:
-    index = branch - int(rows.branch_offsets[rows.row_of_branch[branch]])
-    return f"branch {index} ({Role(rows.roles[branch]).name.lower()})"
+def _named(rows: Rows, completion: int) -> str:
+    index = completion - int(rows.completion_offsets[rows.row_of_completion[completion]])
+    return f"completion {index} ({Role(rows.roles[completion]).name.lower()})"
 
 
-def first_alike(rows: Rows, branches: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The first of `branches` with the same prompt, completion and turns, for each of them."""
-    lengths = rows.completions.lengths[branches]
-    prompts = prompt_numbers(rows)[rows.row_of_branch[branches]]
-    # Few share a prompt and a length: only their ids are compared.
+def first_alike(rows: Rows, completions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The first of `completions` with the same prompt, completion and turns, for each of them."""
+    lengths = rows.completions.lengths[completions]
+    prompts = prompt_numbers(rows)[rows.row_of_completion[completions]]
+    # Only completions that share a prompt and a length are compared by their ids.
     pairs = prompts * (lengths.max(initial=0) + 1) + lengths
     _, kind, counts = np.unique(pairs, return_inverse=True, return_counts=True)
-    first = branches.copy()
+    first = completions.copy()
     seen: dict[tuple[int, bytes], int] = {}
     for index in np.flatnonzero(counts[kind] > 1).tolist():
-        branch = int(branches[index])
-        turns = None if rows.learned is None else rows.learned[branch]
-        told = bytes_of(rows.completions[branch].tobytes(), turns)
-        first[index] = seen.setdefault((int(prompts[index]), told), branch)
+        completion = int(completions[index])
+        turns = None if rows.learned is None else rows.learned[completion]
+        content = bytes_of(rows.completions[completion].tobytes(), turns)
+        first[index] = seen.setdefault((int(prompts[index]), content), completion)
     return first
 
 
@@ -305,6 +307,6 @@ def prompt_numbers(rows: Rows) -> NDArray[np.int64]:
     """A number for each row's prompt, equal for equal token ids."""
     seen: dict[bytes, int] = {}
     ids, ends = rows.prompts.values.tobytes(), rows.prompts.offsets * rows.prompts.values.itemsize
-    spans = pairwise(ends.tolist())  # many prompts are short: an array for each costs more
+    spans = pairwise(ends.tolist())  # cheaper than an array for each of many short prompts
     numbers = (seen.setdefault(ids[start:end], len(seen)) for start, end in spans)
     return np.fromiter(numbers, dtype=np.int64, count=len(rows))

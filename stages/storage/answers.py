@@ -1,12 +1,12 @@
-"""Answers that were paid for: a folder with one file of JSON lines per writer.
+"""Answers of models and judges: a folder with one file of JSON lines per writer.
 
 A line holds a key, its answer and a checksum. `add` appends lines and returns once they are
 durable. Processes of many machines write at the same time, each to a file of its own, so no lock is
-needed; a reader continues in each file where it stopped. A last line without its end belongs to a
-writer that was killed or is still writing, and counts only when it is whole.
+needed. A reader continues in each file where it stopped. An incomplete last line belongs to a
+writer that was killed or is still writing, and is ignored until it is complete.
 
-Of two answers with one key the smaller line counts, so that every process reads the same one,
-whoever was first. A refusal is stored too, so that other processes know it; an answer replaces it.
+If two answers have one key, the smaller line counts, so every process reads the same answer. A
+refusal is stored too, for other processes; an answer replaces it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Answers:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._places: dict[str, Place] = {}  # the answers themselves stay on the disk
+        self._places: dict[str, Place] = {}  # answers stay on the disk
         self._refusals: dict[str, str] = {}
-        self._ends: dict[Path, int] = {}  # the end of the last line that was read of each file
+        self._ends: dict[Path, int] = {}  # the end of the last line that was read from each file
         self._own = self._new_file()
         self.look()
 
@@ -55,11 +55,11 @@ class Answers:
         return [key for key in keys if key not in self._places]
 
     def refused(self, keys: Iterable[str]) -> dict[str, str]:
-        """The reasons of those keys whose question was refused and has no answer."""
+        """The reason of each key whose question was refused and has no answer."""
         return {key: self._refusals[key] for key in self.missing(keys) if key in self._refusals}
 
     def of(self, keys: Iterable[str]) -> Iterator[tuple[str, Answer]]:
-        """The answers of these keys that are there, file by file."""
+        """The stored answers of these keys, file by file."""
         wanted: dict[Path, list[tuple[Place, str]]] = {}
         for key in keys:
             if place := self._places.get(key):
@@ -71,12 +71,12 @@ class Answers:
                     yield key, _parsed(path, source.read(size))["answer"]
 
     def add(self, answers: Mapping[str, Answer], refused: Mapping[str, str] | None = None) -> None:
-        """Stores answers, and why other questions were refused; durable when it returns."""
+        """Stores answers and the reasons of refusals, durably."""
         lines = [_line({"key": key, "answer": dict(one)}) for key, one in answers.items()]
         lines += [_line({"key": key, "refused": why}) for key, why in (refused or {}).items()]
         if not lines:
             return
-        # A write that fails may leave half a line: nothing may follow it in the same file.
+        # A failed write may leave half a line: no line may follow it in the same file.
         path, self._own = self._own, self._new_file()
         payload = b"".join(lines)
         with os_errors_as_storage_errors("write", path, len(payload)):
@@ -89,7 +89,7 @@ class Answers:
         if is_new:
             fs.fsync(self.folder)
             fs.fsync(self.folder.parent)
-            self._ends[path] = 0  # also where somebody has removed the file
+            self._ends[path] = 0  # also if the file was removed
         self._own = path
         self._read(path)
 
@@ -97,7 +97,7 @@ class Answers:
         return self.folder / NAMES.replace("*", secrets.token_hex(8))
 
     def _read(self, path: Path) -> None:
-        """Notes the whole lines of a file that were added since it was last read."""
+        """Reads the complete lines that were added to a file since it was last read."""
         for line, end in read_lines(path, self._ends.get(path, 0)):
             record = _parsed(path, line)
             self._ends[path] = end
@@ -126,8 +126,8 @@ def _parsed(path: Path, line: bytes) -> dict[str, Any]:
     if line[-SUM:] != _sum_of(line[:-SUM]):
         raise damaged(
             path,
-            "one of its lines is not what was written",
-            "Remove that line, then run the same command again: its answer is asked for again.",
+            "one of its lines was altered",
+            "Remove that line, then run the same command again: its answer is requested again.",
         )
     record: dict[str, Any] = json.loads(line)
     return record

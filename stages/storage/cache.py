@@ -1,11 +1,11 @@
-"""A cache: its folder, its shards and the manifest that finishes it; cache_work.py makes one.
+"""A finished cache: its folder, its shards and its manifest; cache_work.py makes one.
 
-manifest.json                         written last; readers read only this
+manifest.json                         written last; it names all other files
 data/part-<shard>-<sha256>.parquet    shards, named by their content
-rejected.parquet                      rows that could not be used, if there are any
-_align/LOCK                           held by the owner of the folder
-_align/outbox/<time>-<id>/            a run that a tracker does not have yet, as a run_folder
-_align/<plan key>/                    work in progress, removed when it is done
+rejected.parquet                      rows that could not be used, if any
+_align/LOCK                           locked by the owner of the folder
+_align/outbox/<time>-<id>/            a run whose upload to a tracker is pending
+_align/<plan key>/                    work in progress, removed at the end
 
 A finished cache never changes.
 """
@@ -51,7 +51,7 @@ class Cache:
         if not self.manifest_file.exists():
             raise UsageError(
                 f"{self} is not a finished cache: it has no manifest.json. "
-                "Make it with `align precompute-ref`, or let that finish."
+                "Make it with `align precompute-ref`, or let that command finish."
             )
         return MANIFESTS.read(self.manifest_file)
 
@@ -60,7 +60,7 @@ class Cache:
         return self.data / entry.file
 
     def check(self, entry: Shard | FileEntry, remember: Remember = digest_anew) -> None:
-        """CorruptionError unless a file is, byte for byte, what was written."""
+        """CorruptionError unless a file's size and digest are the recorded ones."""
         path = self.rejected if isinstance(entry, FileEntry) else self.shard(entry)
         try:
             size = path.stat().st_size
@@ -70,10 +70,10 @@ class Cache:
                 f"{path} cannot be opened: {error.__cause__ or error}."
             ) from error
         if not is_same:
-            raise CorruptionError(f"{path} is not what was written (its size or sha256 differs).")
+            raise CorruptionError(f"{path} was altered: its size or sha256 differs.")
 
     def sample_rows(self, manifest: Manifest, count: int) -> Iterator[tuple[str, Rows]]:
-        """Rows that are spread over the cache, a few at a time, with the name of their shard."""
+        """Rows from all over the cache, a few at a time, with the name of their shard."""
         wanted = np.unique(np.arange(count) * manifest.rows // count)
         first = 0
         for shard in manifest.shards:

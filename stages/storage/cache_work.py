@@ -1,16 +1,16 @@
 """Work on a cache that is not finished yet, below `_align` in its folder.
 
-<plan key>/plan.json               which rows are scored, and into which shards
-<plan key>/encoded/<slice>.arrow   the rows of a slice of the data, and .json, its record
-<plan key>/commits/<shard>.json    the record of a shard; a shard that has none is made again
+<plan key>/plan.json               the rows to score, and their shards
+<plan key>/encoded/<slice>.arrow   the rows of a slice of the data; .json is the slice's record
+<plan key>/commits/<shard>.json    the record of a finished shard
 <plan key>/tmp/                    shards that are being written
 
-A shard is durable before its record names it. The plan, the records of shards and the manifest are
-created if they are absent: of several writers the first counts.
+A shard is durable before its record is written. The plan, the records and the manifest are created
+only if absent, so the first of several writers counts.
 
-A cache whose --output is in a bucket is made in a local folder, by machines that share nothing
-else. There the plan, the records and the manifest are created on the same condition; a shard is
-uploaded before its record, and removed here once that is in the bucket.
+A cache whose --output is in a bucket is made in a local folder of each machine. In the bucket, the
+plan, the records and the manifest are created only if absent too. A shard is uploaded before its
+record, and its local copy is removed once the record is in the bucket.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ REJECTED = pa.schema(
 
 
 class CacheWork(Cache):
-    """A cache and the work on it under one plan; with a URL, it is pushed to a bucket."""
+    """A cache and the work on it under one plan; with a URL, it is uploaded to a bucket."""
 
     def __init__(self, root: Path, plan_key: str, url: str = "") -> None:
         super().__init__(root)
@@ -83,7 +83,7 @@ class CacheWork(Cache):
 
     @staticmethod
     def at(output: str, plan_key: str) -> CacheWork:
-        """The cache that an output names, in a folder on this machine if that is in a bucket."""
+        """The cache at an output; one in a bucket is made in a folder on this machine."""
         if is_remote(output):
             return CacheWork(work_folder(output), plan_key, output)
         return CacheWork(Path(output), plan_key)
@@ -92,7 +92,7 @@ class CacheWork(Cache):
         return self.url or str(self.root)
 
     def shown(self, path: Path) -> str:
-        """A path of the cache as a user finds it."""
+        """A path of the cache for messages: in the bucket, if the cache is made in one."""
         return f"{self}/{self._name(path)}"
 
     def _name(self, path: Path) -> str:
@@ -100,13 +100,13 @@ class CacheWork(Cache):
 
     @property
     def remote(self) -> Remote:
-        """The place in the bucket; only a cache that is made in one has it."""
+        """The location in the bucket, of a cache that is made in one."""
         from .remote import Remote  # noqa: PLC0415 - its library takes a while to import
 
         return Remote(self.url)
 
     def prepare(self) -> None:
-        """Makes the folders; refuses a folder that holds something else."""
+        """Makes the folders; refuses a folder with other content."""
         refuse_foreign(self.root, is_ours=self._is_ours, what="cache")
         if self.url:
             ours = {"manifest.json", "data", "rejected.parquet", "_align"}
@@ -124,7 +124,7 @@ class CacheWork(Cache):
         return ours and not (is_run or is_output(self.private))
 
     def prepare_work(self) -> None:
-        """Makes the folders of the work; `prepare` has been called."""
+        """Makes the folders of the work, after `prepare`."""
         fs.make_folder(self.work)
         fs.fsync(self.private)
         fs.make_folder(self.encoded)
@@ -132,7 +132,7 @@ class CacheWork(Cache):
         fs.fsync(self.work)
 
     def put_plan(self, plan: Plan) -> Plan:
-        """Stores the plan; returns that of another process if it was first."""
+        """Stores the plan; returns another process's plan if that was first."""
         kept = PLANS.put(self.plan, plan)
         if self.url:
             self._share(self.plan)
@@ -140,7 +140,7 @@ class CacheWork(Cache):
         return kept
 
     def find_plan(self) -> Plan | None:
-        """The plan; None if there is none, or if another process completes the cache just now."""
+        """The plan; None if there is none, or if another process is finishing the cache."""
         try:
             return PLANS.find(self.plan)
         except StorageError:
@@ -149,10 +149,10 @@ class CacheWork(Cache):
             return None
 
     def _records(self) -> list[Path]:
-        return sorted(self.commits.glob("[!.]*"))  # one with a dot is the draft of a dead writer
+        return sorted(self.commits.glob("[!.]*"))  # names with a dot are drafts
 
     def record(self, number: int) -> Path:
-        """The path of the record of a shard; who has it need not make the shard."""
+        """The path of a shard's record; if it exists, the shard is finished."""
         return self.commits / f"{number:08d}.json"
 
     def commit(
@@ -165,11 +165,11 @@ class CacheWork(Cache):
         notes: Mapping[str, int],
         numerics: Mapping[str, str],
     ) -> Shard:
-        """Stores a scored shard, then its record; returns that of another process if it was first.
+        """Stores a scored shard, then its record; returns another process's record if it was first.
 
-        `keys` are those of its first and last row; `rejected` are rows that it lost.
+        `keys` are those of its first and last row; `rejected` are rows that could not be scored.
         """
-        is_scored = is_valid(rows.of_branches.column("ref_logp"))
+        is_scored = is_valid(rows.of_completions.column("ref_logp"))
         if len(bad := np.flatnonzero(is_scored & ~np.isfinite(rows.logps))):
             raise NonFiniteError(
                 f"shard {number}: {len(bad)} of {len(rows.logps)} log-probs are not finite, the "
@@ -206,15 +206,15 @@ class CacheWork(Cache):
             kept = SHARDS.read(self.record(number))
         if kept.file != ours.file:
             logger.warning(
-                "shard %d: another worker's is kept; this worker's has other bytes.", number
+                "shard %d: another worker's is kept, this worker's has other bytes.", number
             )
-            if is_new:  # else another process put it
+            if is_new:  # else another process made it
                 fs.unlink(path)
         return kept
 
     @contextmanager
     def _draft(self, number: int) -> Iterator[Path]:
-        """A path to write a shard under, which only its owner may read; then it is moved."""
+        """A path for writing a shard that only its owner may read until it is moved."""
         drafts = self.work / "tmp"
         fs.make_folder(drafts, 0o700)
         draft = drafts / f"{number:08d}-{secrets.token_hex(8)}.parquet"
@@ -224,10 +224,10 @@ class CacheWork(Cache):
             fs.discard(draft)
 
     def done(self, *, is_own: bool = True) -> dict[int, Shard]:
-        """The records of the shards that are made, by their numbers.
+        """The records of the finished shards, by number.
 
-        One whose file is missing or short does not count. In the own work that record is removed,
-        or the one of the shard that is made again could not take its name.
+        A record whose file is missing or short does not count. In the own work it is removed, so
+        that the shard can be made again.
         """
         found = {}
         stored = self.remote.list("data") if self.url else {}
@@ -236,7 +236,7 @@ class CacheWork(Cache):
             if self.url and (there := stored.get(f"data/{shard.file}")):
                 size = there.size
             elif not self.url:
-                with suppress(FileNotFoundError):  # another worker may remove its own
+                with suppress(FileNotFoundError):  # another worker may remove it first
                     size = self.shard(shard).stat().st_size
             if size == shard.bytes:
                 found[shard.number] = shard
@@ -251,7 +251,7 @@ class CacheWork(Cache):
     # The end
 
     def build_manifest(self, plan: Plan, shards: Mapping[int, Shard]) -> Manifest:
-        """The manifest of a plan and all of its shards; the list of rejected rows is written.
+        """Writes the list of rejected rows; returns the manifest of a plan and all of its shards.
 
         The same plan and shards give the same bytes.
         """
@@ -286,7 +286,7 @@ class CacheWork(Cache):
     def write_rejected(
         self, rejected: Sequence[Rejected], names: Mapping[int, str]
     ) -> FileEntry | None:
-        """Writes the rows that could not be used into one file; None without any."""
+        """Writes the rejected rows into one file; None without any."""
         if not rejected:
             return None
         columns = {
@@ -310,12 +310,12 @@ class CacheWork(Cache):
         fs.publish(path, content)
         if self.url:
             self.remote.put(self._name(path), path)
-        # Not of the file: another process that finishes the cache may remove it at any time.
+        # Not read from the file: another process that finishes the cache may remove it any time.
         sha256 = hashlib.sha256(content).hexdigest()
         return FileEntry(path.name, len(content), sha256, len(rejected))
 
     def finish(self, manifest: Manifest) -> bool:
-        """Finishes the cache, which readers then see; False if it was finished as another one."""
+        """Writes the manifest; False if the cache was finished with another manifest."""
         kept = MANIFESTS.put(self.manifest_file, manifest)
         if self.url:
             self._share(self.manifest_file)
@@ -323,35 +323,35 @@ class CacheWork(Cache):
         return kept.root == manifest.root
 
     def tidy(self) -> bool:
-        """Removes all work of a finished cache and the files that it does not name.
+        """Removes all work of a finished cache and the files that its manifest does not name.
 
-        It is safe to repeat. Returns whether this process removed the work of its plan: of several
-        that finish one cache, one does.
+        It is safe to repeat. Returns whether this process removed the work of its plan; only one of
+        several processes does.
         """
-        manifest = self.manifest()  # a cache that has none may lose nothing
-        # The run that wrote the manifest may have died before it made the name durable.
+        manifest = self.manifest()  # raises for an unfinished cache
+        # The run that wrote the manifest may have died before its name was durable.
         fs.fsync(self.root)
         for path in (self.manifest_file, self.rejected):
             fs.drop_drafts(path)
         was_here = True
-        if self.url:  # plans go first, so that nobody takes up the rest
+        if self.url:  # plans are deleted first, so that no other machine resumes the rest
             doomed = self._unneeded(manifest)
             plans = {name for name in doomed if name.endswith(f"/{PLAN_NAME}")}
             self.remote.delete(plans)
             self.remote.delete(doomed - plans)
             was_here = self._name(self.plan) in plans
-        # Records go before the shards they name: a record must never name a missing shard.
+        # Records are removed before their shards: a record must never name a missing shard.
         was_here = self.retire() and was_here
         for other in unfinished_work(self, self.url):
             other.retire()
-        for path in sorted(self.private.glob(f"{TRASH}*")):  # also what a killed run renamed
+        for path in sorted(self.private.glob(f"{TRASH}*")):  # also leftovers of killed runs
             fs.remove_tree(path)
         for path in sorted(self._files() - self._named(manifest)):
             fs.unlink(path)
         return was_here
 
     def is_tidy(self, manifest: Manifest) -> bool:
-        """Whether `tidy` has nothing to do; reads names only."""
+        """Whether `tidy` has nothing to do; reads only names."""
         if self.url and self._unneeded(manifest):
             return False
         names = {path.name for path in self.private.glob("*")}
@@ -359,7 +359,7 @@ class CacheWork(Cache):
         return is_clean and self._files() <= self._named(manifest)
 
     def retire(self) -> bool:
-        """Takes the work away; whether this process did. Half a folder must not look like work."""
+        """Renames the work, so that half of it never looks complete; whether this process did."""
         try:
             trash = f"{TRASH}{self.work.name}-{secrets.token_hex(4)}"
             fs.rename(self.work, self.work.with_name(trash))
@@ -374,7 +374,7 @@ class CacheWork(Cache):
         return shards | ({self.rejected} if self.rejected.is_file() else set())
 
     def _named(self, manifest: Manifest) -> set[Path]:
-        """The files that stay; those of a cache in a bucket are there and not here."""
+        """The local files that stay; those of a cache in a bucket are in the bucket only."""
         if self.url:
             return set()
         return {*map(self.shard, manifest.shards), *([self.rejected] if manifest.rejected else [])}
@@ -388,7 +388,7 @@ class CacheWork(Cache):
     # The bucket
 
     def sync(self) -> None:
-        """Brings the records here and those of the bucket together, if there is one."""
+        """Exchanges records with the bucket, if there is one."""
         if not self.url:
             return
         remote = self.remote
@@ -397,13 +397,13 @@ class CacheWork(Cache):
             if not self.manifest_file.exists() or fs.read_bytes(self.manifest_file) != manifest:
                 fs.publish(self.manifest_file, manifest)
             return
-        fs.unlink(self.manifest_file)  # of a cache that was removed from the bucket
+        fs.unlink(self.manifest_file)  # left by a cache that was removed from the bucket
         for other in unfinished_work(self, self.url):
             is_stored = self._name(other.plan) in stored
             if other.work != self.work and other.plan.is_file() and not is_stored:
                 fs.remove_tree(other.work)
 
-        # The records of this plan, and all plans: those of other settings are refused.
+        # The records of this plan, and all plans: plans of other settings are refused later.
         records = f"{self._name(self.commits)}/"
         names = [one for one in stored if one.endswith(f"/{PLAN_NAME}") or one.startswith(records)]
         targets = {name: self.root / name for name in names}
@@ -413,13 +413,13 @@ class CacheWork(Cache):
             self._share(self.plan)
         for path in self._records():
             shard = SHARDS.read(path)
-            if self.shard(shard).exists():  # this machine made it and could not share it
+            if self.shard(shard).exists():  # this machine made it but could not upload it
                 self._share_shard(shard)
             elif self._name(path) not in stored:
                 fs.unlink(path)
 
     def _share_shard(self, shard: Shard) -> None:
-        """Uploads a shard, then its record; of several records in the bucket the first counts."""
+        """Uploads a shard, then its record; the first record in the bucket counts."""
         path = self.shard(shard)
         try:
             self.remote.put(self._name(path), path)
@@ -430,7 +430,7 @@ class CacheWork(Cache):
         fs.unlink(path)
 
     def _share(self, path: Path) -> None:
-        """Creates a record in the bucket; one that is there already replaces it here."""
+        """Creates a record in the bucket; an existing one replaces the local record."""
         remote, name = self.remote, self._name(path)
         if remote.put_new(name, fs.read_bytes(path)):
             return
@@ -453,7 +453,7 @@ def shard_name(number: int, sha256: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Text that any file can hold: what is not Unicode is spelled out."""
+    """Text that UTF-8 can encode: lone surrogates are escaped."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

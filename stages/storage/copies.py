@@ -1,7 +1,7 @@
-"""Local copies of models, data and caches that are in a bucket. Any of them may be deleted.
+"""Local copies of models, data and caches from buckets; a user may delete any of them.
 
-~/.cache/align/remote/<key>/<name>    a copy; the key is made of the versions of its objects
-~/.cache/align/remote/<key>/.origin   the location it is a copy of, written last
+~/.cache/align/remote/<key>/<name>    a copy; the key is a hash of its objects' versions
+~/.cache/align/remote/<key>/.origin   the location of the original, written last
 ~/.cache/align/remote/work/<key>      the folder of a command whose --output is in a bucket
 """
 
@@ -19,7 +19,7 @@ from ...schemas.json_codec import digest
 from ...schemas.safe_text import is_plain_path
 from .disk import fs
 from .disk.digests import user_folder
-from .disk.locks import held
+from .disk.locks import locked
 from .locations import ORIGIN, is_remote, split_url
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def work_folder(url: str) -> Path:
 
 
 def fetch_folder(url: str, choose: Callable[[list[str]], list[str]]) -> Path:
-    """A local copy of an object, or of the chosen objects below it; made once for each version."""
+    """A local copy of an object, or of chosen objects below it; made once per version."""
     from .remote import Remote  # noqa: PLC0415 - its library takes a while to import
 
     remote = Remote(url)
@@ -59,7 +59,7 @@ def fetch_cache(url: str) -> Path:
     if payload is None:
         raise UsageError(
             f"{remote.url} is not a finished cache: it has no manifest.json. Make it with "
-            "`align precompute-ref`, or let that finish."
+            "`align precompute-ref`, or let that command finish."
         )
     files = _files_of(remote, payload)
     folder = _fetched(remote, hashlib.sha256(payload).hexdigest(), files, sha256=files)
@@ -69,7 +69,7 @@ def fetch_cache(url: str) -> Path:
 
 
 def damaged_objects(url: str) -> list[str]:
-    """The files of a finished cache in a bucket that are missing or not what was written."""
+    """A message for each missing or altered file of a finished cache in a bucket."""
     from .remote import FILES_AT_ONCE, Remote  # noqa: PLC0415 - as above
 
     remote = Remote(url)
@@ -83,7 +83,7 @@ def damaged_objects(url: str) -> list[str]:
         except PathError:
             return f"{remote.at(name)} is missing."
         is_whole = found.hexdigest() == files[name]
-        return "" if is_whole else f"{remote.at(name)} is not what was written (sha256 differs)."
+        return "" if is_whole else f"{remote.at(name)} was altered: its sha256 differs."
 
     with ThreadPoolExecutor(FILES_AT_ONCE, "align-fetch") as pool:
         return [one for one in pool.map(fault, files) if one]
@@ -104,7 +104,7 @@ def _files_of(remote: Remote, manifest: bytes) -> dict[str, str]:
 
 
 def manifest_folder(text: str) -> Path:
-    """A cache's folder, or a copy of it that has the manifest alone."""
+    """A cache's folder, or a local copy with only its manifest."""
     if not is_remote(text):
         return Path(text)
     return fetch_folder(text, lambda names: [name for name in names if name == "manifest.json"])
@@ -113,21 +113,21 @@ def manifest_folder(text: str) -> Path:
 def _fetched(
     remote: Remote, key: object, names: Iterable[str], **versions: Mapping[str, str]
 ) -> Path:
-    """The copy of these objects that this key names; `versions` are their digests or ETags."""
+    """The local copy with this key of these objects; `versions` are their digests or ETags."""
     place = _copies() / digest([remote.url, key])[:16]
     folder = place / remote.name
     fs.make_folder(place)
-    with held(place / ".lock"):
+    with locked(place / ".lock"):
         if not (place / ORIGIN).exists():
             targets = {name: folder / name if name else folder for name in names}
             missing = {name: path for name, path in targets.items() if not path.exists()}
-            remote.fetch_all(missing, **versions)  # the others are of a command that was killed
+            remote.fetch_all(missing, **versions)  # a killed command may have fetched others
             fs.publish(place / ORIGIN, remote.url.encode())
     return folder
 
 
 def _copies() -> Path:
-    """The folder of copies, which may be private: only its owner can read it."""
+    """The folder of copies; only its owner can read it, as copies may be private."""
     folder = user_folder() / "remote"
     folder.parent.mkdir(parents=True, exist_ok=True)
     fs.make_folder(folder, 0o700)

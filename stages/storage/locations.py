@@ -17,7 +17,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}", re.ASCII)
 
 
 def is_remote(text: str | Path) -> bool:
-    """Whether a text names a location of a bucket, and not a path."""
+    """Whether a text is a location in a bucket rather than a path."""
     return isinstance(text, str) and _URL.fullmatch(text) is not None
 
 
@@ -42,8 +42,8 @@ def split_url(url: str) -> tuple[str, str, str]:
         )
     if set(rest) & set("@?#"):
         raise UsageError(
-            f"{url}: a location is a bucket and a key. Give credentials by the environment or "
-            "~/.aws, the server by AWS_ENDPOINT_URL."
+            f"{url}: a location is a bucket and a key only. Set credentials in the environment or "
+            "~/.aws, and the server in AWS_ENDPOINT_URL."
         )
     if not _BUCKET.fullmatch(bucket) or {".", ".."} & {*parts} or not rest.isprintable():
         raise UsageError(f"{url}: not a bucket and a key. Write {scheme}://BUCKET/KEY.")
@@ -51,7 +51,7 @@ def split_url(url: str) -> tuple[str, str, str]:
 
 
 def origin_of(path: str) -> str:
-    """The location that a local file or folder is a copy of; the path itself if it is not one."""
+    """The location of which a local path is a copy; the path itself if it is not a copy."""
     copies, absolute = (user_folder() / "remote").resolve(), Path(path).resolve()
     if not absolute.is_relative_to(copies):
         return path

@@ -1,4 +1,4 @@
-"""The folder of a command's output: whose it is, and the mark that says so."""
+"""The folder of a command's output, and the mark that align made it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...schemas.errors import UsageError
 from .disk import fs
 
 OUTPUTS = ("rewards", "sweep", "samples", "judged", "selected", "rounds")
-SCORES = "cache"  # the cache in the folder of rewards
+SCORES = "cache"  # the cache inside a folder of rewards
 
 
 def is_output(private: Path) -> bool:
@@ -22,7 +22,7 @@ def is_output(private: Path) -> bool:
 def refuse_foreign(root: Path, *, is_ours: Callable[[], bool], what: str) -> None:
     """Refuses a folder with content that align did not make; an empty folder may be used.
 
-    What the content is, is asked after it was seen: another process may begin just now.
+    `is_ours` is called after content was seen, because another process may just have started.
     """
     if not root.exists():
         return
@@ -35,39 +35,39 @@ def refuse_foreign(root: Path, *, is_ours: Callable[[], bool], what: str) -> Non
 
 
 def make_place(root: Path, private: Path) -> None:
-    """Makes a folder and the private one in it, which marks it as made by align."""
+    """Makes a folder and its private folder, which marks it as made by align."""
     if not private.is_dir():
         above = [path for path in root.parents if not path.exists()]
         for path in (*reversed(above), root):
             fs.make_folder(path)
-            if os.access(path.parent, os.R_OK):  # else this process may not sync it
+            if os.access(path.parent, os.R_OK):  # otherwise syncing is not permitted
                 fs.fsync(path.parent)
     fs.make_folder(private)
-    fs.fsync(root)  # before anything else is in it
+    fs.fsync(root)  # before it gets other content
 
 
 @dataclass(frozen=True)
 class OutputFolder:
-    """The output of a command that makes neither a cache nor a run, with a mark in it."""
+    """The marked output folder of a command that makes neither a cache nor a run."""
 
     root: Path
     kind: str  # one of OUTPUTS
 
     @property
     def _mark(self) -> Path:
-        """The file with the digests of what align wrote under names that a user may use too."""
+        """The file with the digests of align's files whose names a user might use too."""
         return self.root / "_align" / self.kind
 
     def prepare(self) -> None:
-        """Makes the folder; refuses one that holds something else."""
-        fs.drop_drafts(self._mark)  # a process that is killed as it writes the mark leaves one
+        """Makes the folder; refuses one with other content."""
+        fs.drop_drafts(self._mark)  # a process that is killed while writing the mark leaves one
         refuse_foreign(self.root, is_ours=self._is_ours, what=self.kind)
         make_place(self.root, self._mark.parent)
         if not self._mark.exists():
-            fs.publish(self._mark, b"\n")  # no draft without content is dead
+            fs.publish(self._mark, b"\n")  # not empty: an empty draft counts as alive
 
     def _is_ours(self) -> bool:
-        """Whether it has the mark, or holds nothing yet but what another process begins with."""
+        """Whether the folder has the mark, or only the files another process starts with."""
         private = self._mark.parent
         if self._mark.is_file():
             return True
@@ -82,11 +82,11 @@ class OutputFolder:
         known = fs.read_bytes(self._mark).decode("ascii", "replace").split()
         if path.exists() and fs.sha256_of(path) not in known:
             raise UsageError(
-                f"{path} is not what align wrote there. Move it, or choose another --output."
+                f"{path} is not a file that align wrote. Move it, or choose another --output."
             )
 
     def vouch_for(self, name: str, sha256: str) -> None:
-        """Adds the digest of a file that is about to be written to that of the file it replaces."""
+        """Adds the digest of a file that is about to be written; the replaced file's is kept."""
         path = self.root / name
         known = [fs.sha256_of(path)] if path.exists() else []
         fs.publish(self._mark, "\n".join([*known, sha256]).encode())

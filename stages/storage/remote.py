@@ -1,8 +1,8 @@
 """The objects of a bucket, by obstore.
 
-An object is written whole and is durable when its request returns. None is ever renamed or copied,
-because those requests take no condition. Credentials come from the environment, from a profile in
-`~/.aws`, or from the machine, and are never kept or shown.
+An object is written atomically and is durable when its request returns. Objects are never renamed
+or copied, because those requests take no condition. Credentials come from the environment, from a
+profile in `~/.aws`, or from the machine, and are never stored or shown.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CHUNKS_AT_ONCE = 2  # of one file
 FILES_AT_ONCE = 16
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound")
 _FAILURES = (exceptions.BaseError, OSError, ValueError)
-_FINAL = (  # another try cannot change these
+_FINAL = (  # errors that a retry cannot change
     exceptions.PermissionDeniedError,
     exceptions.UnauthenticatedError,
     exceptions.NotSupportedError,
@@ -54,14 +54,14 @@ _FINAL = (  # another try cannot change these
 
 @dataclass(frozen=True)
 class Version:
-    """An object as it was when it was listed."""
+    """The version of an object when it was listed."""
 
     size: int
     etag: str
 
 
 class Remote:
-    """The objects below one location of a bucket, by the rest of their keys; "" is itself."""
+    """The objects below one location of a bucket, by the rest of their keys; "" is the location."""
 
     def __init__(self, url: str) -> None:
         scheme, self._bucket, self._prefix = split_url(url)
@@ -70,10 +70,10 @@ class Remote:
         self._store = open_bucket(scheme, self._bucket)
 
     def put_new(self, name: str, payload: bytes) -> bool:
-        """Writes an object unless there is one; whether it has these bytes now.
+        """Writes an object unless there is one; returns whether it has these bytes now.
 
-        The store may do its work and lose its answer, so a write that failed is read back: equal
-        bytes mean that it, or its like, succeeded.
+        The store may write an object and lose the response, so a failed write is read back: equal
+        bytes mean success.
         """
         for number, pause in enumerate(PAUSES):
             time.sleep(pause)
@@ -92,7 +92,7 @@ class Remote:
         raise failure from None
 
     def put(self, name: str, payload: bytes | Path) -> None:
-        """Writes an object, in place of any other; a large file in parts."""
+        """Writes an object, replacing any other; a large file is sent in parts."""
         try:
             obstore.put(self._store, self._key(name), payload)
         except _FAILURES as error:
@@ -128,7 +128,7 @@ class Remote:
             raise self._failure("list", below, error) from None
 
     def delete(self, names: Iterable[str]) -> None:
-        """Removes objects; those that are not there count as removed."""
+        """Removes objects; missing ones count as removed."""
         if keys := [self._key(name) for name in names]:
             try:
                 obstore.delete(self._store, keys)
@@ -137,7 +137,7 @@ class Remote:
                     raise self._failure("remove", "", error) from None
 
     def chunks(self, name: str, etag: str = "") -> Iterator[bytes]:
-        """The bytes of one version of an object, some ranges at a time."""
+        """The bytes of one version of an object; a few ranges are fetched at a time."""
         key, version = self._key(name), {"if_match": etag} if etag else {}
 
         def chunk(start: int) -> bytes:
@@ -166,9 +166,9 @@ class Remote:
         sha256: Mapping[str, str] | None = None,
         etags: Mapping[str, str] | None = None,
     ) -> None:
-        """Copies objects to files, whose folders are made; some at a time.
+        """Copies objects to files, a few at a time, and makes their folders.
 
-        One that does not have its digest is fetched once more.
+        An object with a wrong digest is fetched once more.
         """
         digests, versions = sha256 or {}, etags or {}
 
@@ -189,7 +189,7 @@ class Remote:
 
         with ThreadPoolExecutor(FILES_AT_ONCE, "align-fetch") as pool:
             for _ in pool.map(fetch, targets):
-                pass  # so that an error is raised
+                pass  # raises the first error
 
     def _copy(self, name: str, target: Path, sha256: str, etag: str) -> None:
         arrived = hashlib.sha256()
@@ -211,7 +211,7 @@ class Remote:
         return f"{self._prefix}/{name}".strip("/")
 
     def _failure(self, verb: str, name: str, error: Exception) -> StorageError:
-        """The error without the store's own: its text and traceback may show credentials."""
+        """The error, without the store's text and traceback, which may show credentials."""
         if _NO_BUCKET.search(str(error)):
             return PathError(
                 f"{self.url}: there is no bucket {self._bucket!r}. Make it, or name another."
@@ -219,7 +219,7 @@ class Remote:
         if isinstance(error, FileNotFoundError):
             return PathError(f"{self.at(name)}: there is no such object. Check the location.")
         is_final = isinstance(error, _FINAL)
-        advice = "the credentials and their rights to" if is_final else "the network, endpoint and"
+        advice = "the credentials and permissions for" if is_final else "the network, endpoint and"
         return StorageError(
             f"{self.at(name)}: {verb} failed: {_shown(error)}. Check {advice} the bucket, then run "
             "the same command again."
@@ -227,7 +227,7 @@ class Remote:
 
 
 def _shown(error: Exception) -> str:
-    """The first line of a store's message, without its answer and without secrets."""
+    """The first line of a store's message, without the response body and secrets."""
     return redacted(str(error).partition("\n")[0].partition(": <")[0])[:400]
 
 
@@ -262,7 +262,7 @@ def open_bucket(scheme: str, name: str) -> ObjectStore:
 def _s3_options() -> dict[str, Any]:
     endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""
     options: dict[str, Any] = {}
-    if endpoint.startswith("http://"):  # written out by the user, as for a server beside them
+    if endpoint.startswith("http://"):  # explicit, for example a server on the local network
         options["config"] = {"aws_allow_http": "true"}
     shared = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or Path.home() / ".aws" / "credentials"
     has_profile = bool(os.environ.get("AWS_PROFILE")) or Path(shared).exists()
@@ -294,7 +294,7 @@ def _profile_keys() -> Callable[[], S3Credential]:
     try:
         return MaskedKeys(boto3.Session(region_name=os.environ.get("AWS_REGION")))
     except Exception as error:
-        # Without its text: a parser's message may quote a line with a key.
+        # The parser's message is left out: it may quote a line with a key.
         raise UsageError(
             f"AWS_PROFILE: ~/.aws has no keys for it ({type(error).__name__}). Correct it, or set "
             "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."

@@ -43,7 +43,7 @@ TOKENS_PER_GROUP = 512 * 1024
 
 
 def write_shard(path: Path, rows: Rows) -> None:
-    """Writes a new file; it is not durable until it is fsynced."""
+    """Writes a new shard; the caller makes it durable."""
     table = to_table(rows)
     with (
         fs.create(path) as sink,
@@ -67,9 +67,9 @@ def iter_row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterato
 
 
 def read_columns(path: Path, columns: Sequence[str]) -> tuple[pa.Table, NDArray[np.int64]]:
-    """Some columns of a whole shard, and how many rows each row group has.
+    """Some columns of a whole shard, and the number of rows of each row group.
 
-    Optional ones that the shard does not have are left out.
+    Optional columns that the shard does not have are left out.
     """
     with open_shard(path) as file:
         groups = range(file.num_row_groups)
@@ -78,7 +78,7 @@ def read_columns(path: Path, columns: Sequence[str]) -> tuple[pa.Table, NDArray[
 
 
 def read_rows(path: Path, rows: NDArray[np.int64]) -> Iterator[Rows]:
-    """Some rows of a shard, ascending, row group by row group; no other group is read."""
+    """Some rows of a shard, ascending, row group by row group; other groups are not read."""
     with open_shard(path) as file:
         groups = range(file.num_row_groups)
         offsets = offsets_of(np.array([file.metadata.row_group(one).num_rows for one in groups]))
@@ -90,7 +90,7 @@ def read_rows(path: Path, rows: NDArray[np.int64]) -> Iterator[Rows]:
 
 @contextmanager
 def open_shard(path: Path) -> Iterator[pq.ParquetFile]:
-    """Opens a shard for reading; what cannot be decoded is a CorruptionError."""
+    """Opens a shard for reading; CorruptionError if it cannot be decoded."""
     with fs.open_file(path) as source:
         try:
             yield pq.ParquetFile(
@@ -104,8 +104,8 @@ def open_shard(path: Path) -> Iterator[pq.ParquetFile]:
 
 
 def group_bounds(rows: Rows, tokens: int = TOKENS_PER_GROUP) -> list[tuple[int, int]]:
-    """Row groups as (start, stop): ROWS_PER_GROUP rows or so many tokens at most."""
-    ends = rows.prompts.offsets + rows.completions.offsets[rows.branch_offsets]
+    """Row groups as (start, stop), with at most ROWS_PER_GROUP rows and so many tokens."""
+    ends = rows.prompts.offsets + rows.completions.offsets[rows.completion_offsets]
     bounds = []
     start = 0
     while start < len(rows):
@@ -132,20 +132,20 @@ def _settings(schema: pa.Schema) -> dict[str, Any]:
         "use_dictionary": False,
         "column_encoding": dict.fromkeys(split, "BYTE_STREAM_SPLIT"),
         "write_page_checksum": True,
-        # None on floats: NaN and -0.0 make their bounds mean nothing.
+        # None for floats: NaN and -0.0 make their bounds meaningless.
         "write_statistics": ["row_id", "source.file", "source.row", "prompt_cut"],
         "store_schema": True,
     }
 
 
-TURNS = "completion_turns"  # of shards with completions of several messages
+TURNS = "completion_turns"  # only in shards with completions of several messages
 
 
 def to_table(rows: Rows) -> pa.Table:
-    """The columns of a shard, over the same memory; a cache has the same ones in each."""
+    """The columns of a shard, over the same memory; all shards of a cache have the same ones."""
     found: dict[str, Any] = dict(zip(rows.of_rows.schema.names, rows.of_rows.columns, strict=True))
-    branches = rows.of_branches
-    found |= zip(branches.schema.names, branches.columns, strict=True)
+    completions = rows.of_completions
+    found |= zip(completions.schema.names, completions.columns, strict=True)
     found |= {"prompt_ids": rows.prompts, "completion_ids": rows.completions}
     found |= {name: found[of].lengths for name, of in COUNTS.items()}
     is_told = rows.learned is not None and (rows.learned.values != LEARNED).any()
@@ -153,12 +153,12 @@ def to_table(rows: Rows) -> pa.Table:
     fields, columns = [], []
     for name in [*ROW, *COMPLETION, *rows.carried]:
         kind = (ROW | COMPLETION).get(name, CARRIED)
-        if found[name] is None:  # all tokens are learned, or the cache keeps no log-probs of them
+        if found[name] is None:  # all tokens are learned, or the cache has no token log-probs
             continue
         column = _nested(found[name], kind)
         if name in COMPLETION:
             kind = list_of(kind, nullable=name == "score" or column.null_count > 0)
-            column = lists_over(rows.branch_offsets, column, kind)
+            column = lists_over(rows.completion_offsets, column, kind)
         columns.append(column)
         fields.append(pa.field(name, kind, nullable=False))
     return pa.Table.from_arrays(columns, schema=pa.schema(fields))
@@ -173,8 +173,8 @@ def _nested(values: Any, kind: pa.DataType) -> pa.Array:
 
 
 def read_block(table: pa.Table) -> Rows:
-    """The rows behind a table with all columns of a shard, or with those that are needed."""
-    own, branches, offsets = dict[str, Any](), dict[str, Any](), np.zeros(1, np.int64)
+    """The rows of a table with all, or with the needed, columns of a shard."""
+    own, completions, offsets = dict[str, Any](), dict[str, Any](), np.zeros(1, np.int64)
     for name in table.column_names:
         column = arrow_column(table, name)
         if name in COMPLETION:
@@ -182,14 +182,14 @@ def read_block(table: pa.Table) -> Rows:
             column = flattened(column)
         if name not in COUNTS:
             found = packed(ragged_of(column)) if pa.types.is_list(column.type) else column
-            (branches if name in COMPLETION else own)[name] = found
-    if TURNS not in branches:
-        branches[TURNS] = pa.nulls(int(offsets[-1]), pa.large_binary())
-    return Rows.of(own, branches, offsets)
+            (completions if name in COMPLETION else own)[name] = found
+    if TURNS not in completions:
+        completions[TURNS] = pa.nulls(int(offsets[-1]), pa.large_binary())
+    return Rows.of(own, completions, offsets)
 
 
 def carried_names(schema: pa.Schema) -> list[str]:
-    """The columns of a shard that its data brought along."""
+    """The extra columns of a shard, which come from the data."""
     return [name for name in schema.names if name not in RESERVED]
 
 

@@ -1,11 +1,11 @@
-"""Tables of samples, judged samples and selected rows: one Parquet file that holds its settings.
+"""Tables of samples, judged samples and selected rows: one Parquet file with its settings.
 
 samples.parquet   or judged.parquet, selected.parquet: stage 1 reads the folder, or the file
-_align/           answers that were paid for, see answers.py
+_align/           stored answers, see answers.py
 
-The manifest of a table is in the file's own metadata, under the key `align`: what the table was
-made from, its settings and counts, and the sha256 of all bytes before the footer. So one rename
-publishes both. Row groups are written and read one at a time.
+A table's manifest is in the file's own metadata, under the key `align`: the digests of its inputs,
+its settings and counts, and the sha256 of all bytes before the footer. So one rename publishes
+both. Row groups are written and read one at a time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DAMAGE = (pa.ArrowException, OSError, UnicodeDecodeError)
 
 @dataclass(frozen=True)
 class TableManifest:
-    """The content of a table, and what it was made of."""
+    """The inputs, settings and content of a table."""
 
     format_version: int
     kind: TableKind
@@ -58,17 +58,17 @@ class TableManifest:
     columns: dict[str, str]  # the type of each, by name
     bytes: int  # of the file, up to its footer
     sha256: str  # of these bytes
-    sampling: Drawing | None  # how its samples were drawn, if that is known
+    sampling: Drawing | None  # how its samples were drawn, if known
 
     @property
     def root(self) -> str:
-        """The table's name: a digest of all of this."""
+        """The table's id: a digest of the manifest."""
         return digest(self)
 
 
 @dataclass(frozen=True)
 class TableFolder:
-    """The folder of one table; with a URL, one that is made here and pushed to a bucket."""
+    """The folder of one table; with a URL, it is made here and uploaded to a bucket."""
 
     root: Path
     kind: TableKind
@@ -86,15 +86,15 @@ class TableFolder:
 
     @property
     def file(self) -> Path:
-        """The table; of one in a bucket, where it is written first."""
+        """The table's file; for a bucket, the local file that is uploaded."""
         return self.root / f"{self.kind}.parquet"
 
     def answers(self, named: str) -> Path:
-        """The folder of answers, on a disk: one that a setting names, or one of the table."""
+        """The folder of answers on a disk: the named one, or the table's own."""
         return Path(named) if named else self.root / "_align" / "answers"
 
     def stored(self) -> Path | None:
-        """The table as it is now, or a copy of it; None if there is none."""
+        """The table's file, or a local copy of it; None if there is none."""
         if not self.url:
             return self.file if self.file.is_file() else None
         try:
@@ -103,7 +103,7 @@ class TableFolder:
             return None
 
     def prepare(self) -> None:
-        """Makes the folder; refuses one that holds something else."""
+        """Makes the folder; refuses one with other content."""
         OutputFolder(self.root, self.kind).prepare()
         fs.drop_drafts(self.file)
 
@@ -121,7 +121,7 @@ class TableFolder:
         counts: Mapping[str, int],
         sampling: Drawing | None = None,
     ) -> TableManifest:
-        """Writes the table with its manifest, in place of another; nothing if it is there.
+        """Writes the table with its manifest, unless the same one exists; replaces another.
 
         The same rows and settings give the same bytes.
         """
@@ -151,7 +151,7 @@ class TableFolder:
             if not (there and filecmp.cmp(draft, there, shallow=False)):
                 fs.fsync(draft)
                 fs.rename(draft, self.file)
-            # Also if it is there: whoever wrote it may have died before its name was durable.
+            # Also if it exists: its writer may have died before its name was durable.
             fs.fsync(self.root)
         if self.url and self.file.is_file():
             from .remote import Remote  # noqa: PLC0415 - its library takes a while to import
@@ -165,28 +165,28 @@ def drawing_of(path: Path) -> Drawing | None:
     """How the samples in a data file were drawn, if it is a table of align."""
     try:
         manifest = _manifest_in(path) if path.suffix == ".parquet" else None
-    except CorruptionError:  # it is data all the same
+    except CorruptionError:  # other data than a table of align
         return None
     return manifest.sampling if manifest else None
 
 
 def read_table(folder: TableFolder) -> tuple[TableManifest, pl.DataFrame]:
-    """A finished table, its bytes compared with the manifest."""
-    import polars as pl  # noqa: PLC0415 - a command that reads no table need not wait for it
+    """A finished table, verified against its manifest."""
+    import polars as pl  # noqa: PLC0415 - commands that read no table need not import it
 
     manifest, path = folder.find(), folder.stored()
     if not (manifest and path):
         raise UsageError(
-            f"{folder} holds no finished {folder.file.name}. Run `{COMMANDS[folder.kind]}` to its "
-            "end, or name another folder."
+            f"{folder} holds no finished {folder.file.name}. Run `{COMMANDS[folder.kind]}` until "
+            "it ends, or name another folder."
         )
     if _sha256_of(path, manifest.bytes) != manifest.sha256:
-        raise damaged(path, "its rows are not those that were written", _REMEDY)
+        raise damaged(path, "its rows were altered", _REMEDY)
     try:
         with pq.ParquetFile(path, pre_buffer=False) as file:
             schema = file.schema_arrow
             if (_columns(schema), file.metadata.num_rows) != (manifest.columns, manifest.rows):
-                raise damaged(path, "its footer is not what was written", _REMEDY)
+                raise damaged(path, "its footer was altered", _REMEDY)
             groups = map(file.read_row_group, range(file.num_row_groups))
             pieces = [pl.from_arrow(one) for one in (schema.empty_table(), *groups)]
     except _DAMAGE as error:
@@ -204,7 +204,7 @@ def _manifest_in(path: Path) -> TableManifest | None:
 
 
 def _columns(schema: pa.Schema) -> dict[str, str]:
-    # Parquet has a name of its own for what a list holds.
+    # Parquet names the elements of a list differently.
     return {one.name: str(one.type).replace("<item: ", "<element: ") for one in schema}
 
 

@@ -1,6 +1,6 @@
 """Evaluation: all held-out rows are one step of the loss, without an update.
 
-Before the first step the policy's log-probs are compared with those of the cache.
+Before the first training step, the policy's log-probs are compared with the cache's.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from torch import Tensor
 from ...schemas.batches import EvalSample, MicroBatch, StepBatch, StepSize, World
 from ...schemas.columns import Ragged
 from ...schemas.errors import FingerprintError
-from ...schemas.methods import Branches, Step
+from ...schemas.methods import Completions, Step
 from ...schemas.row_table import Rows
 from ...schemas.rows import Rescored, Role
 from ..engine.distributed import gathered
-from ..methods.recipe import MethodState, Recipe
+from ..methods.objective import MethodState, Objective
 from .memory import catching_out_of_memory
-from .step import Sums, branches_of, step_of
+from .step import Sums, completions_of, step_of
 
 if TYPE_CHECKING:
     from ..engine.deepspeed_engine import DeepSpeedEngine
 
 
-def needs_pre_pass(recipe: Recipe) -> bool:
-    """Whether the loss needs a pass over all held-out rows before it can be computed."""
-    return recipe.has_pre_pass or "mismatched" in recipe.needs
+def needs_pre_pass(objective: Objective) -> bool:
+    """Whether the loss needs a first pass over all held-out rows."""
+    return objective.has_pre_pass or "mismatched" in objective.needs
 
 
 @torch.no_grad()
 def whole_step(
-    engine: DeepSpeedEngine, recipe: Recipe, batches: Iterable[StepBatch], size: StepSize
+    engine: DeepSpeedEngine, objective: Objective, batches: Iterable[StepBatch], size: StepSize
 ) -> Step:
-    """The held-out rows as one step, with the values that its loss needs beforehand."""
-    steps = [step_of(engine, recipe, batch) for batch in batches]
+    """The held-out rows as one step, with the values that the first pass gathers."""
+    steps = [step_of(engine, objective, batch) for batch in batches]
     names = steps[0].pre_pass if steps else ()
     return Step(
         rows=size.rows,
-        branches=size.branches,
+        completions=size.completions,
         tokens=size.tokens,
         chosen_tokens=size.chosen_tokens,
         mismatched=_joined([step.mismatched for step in steps]),
@@ -54,30 +54,35 @@ def whole_step(
 @torch.no_grad()
 def means_of_held_out(
     engine: DeepSpeedEngine,
-    recipe: Recipe,
+    objective: Objective,
     batches: Iterable[StepBatch],
     *,
     step: Step,
     state: MethodState,
     samples: EvalSamples,
 ) -> dict[str, float]:
-    """Means over all items of all batches, without an update."""
-    sums, rows_before, branches_before = Sums(), 0, 0
+    """The means of all metrics over all batches, without an update."""
+    sums, rows_before, completions_before = Sums(), 0, 0
     for batch in batches:
         engine.learn_mode(dropout_seed=None)
         for micro in batch.own:
             with catching_out_of_memory(micro):
-                branches = branches_of(engine, recipe, micro)
+                completions = completions_of(engine, objective, micro)
                 if rows_before < samples.most_rows:
-                    samples.add(micro, branches, recipe.rewards(branches), before=branches_before)
-                indices = branches.step_indices + branches_before
-                here = replace(branches, step_indices=indices)
-                outcome = recipe.outcome(here, step, state)
+                    samples.add(
+                        micro,
+                        completions,
+                        objective.rewards(completions),
+                        before=completions_before,
+                    )
+                indices = completions.step_indices + completions_before
+                here = replace(completions, step_indices=indices)
+                outcome = objective.outcome(here, step, state)
             sums.add(outcome.metrics)
         rows_before += batch.rows
-        branches_before += batch.branches
+        completions_before += batch.completions
     means, _ = sums.read(engine, {})
-    return recipe.reported(means)
+    return objective.reported(means)
 
 
 def _joined(values: list[Tensor]) -> Tensor:
@@ -90,25 +95,25 @@ class EvalSamples:
     def __init__(self, *, most_rows: int, keeps_ids: bool) -> None:
         self.most_rows = most_rows
         self._keeps_ids = keeps_ids
-        # Each with its index in the evaluation, and that of its row's first completion.
+        # Each with its own index in the evaluation, and its row's first completion's index.
         self._seen: list[tuple[int, int, EvalSample]] = []
 
     def add(
-        self, micro: MicroBatch, branches: Branches, rewards: Tensor | None, *, before: int
+        self, micro: MicroBatch, completions: Completions, rewards: Tensor | None, *, before: int
     ) -> None:
-        """Adds the completions of a micro-batch; so many are in the batches before its own."""
-        logps = iter(branches.logps.detach().cpu().tolist())
+        """Adds the completions of a micro-batch; earlier batches have `before` of them."""
+        logps = iter(completions.logps.detach().cpu().tolist())
         found = repeat(None) if rewards is None else iter(rewards.cpu().tolist())
-        counts = iter(branches.num_tokens.long().cpu().tolist())
+        counts = iter(completions.num_tokens.long().cpu().tolist())
         indices = (micro.step_indices + before).tolist()
         block, at = micro.block, 0
-        # The cache's own: prompts of one key may differ in their last token, or by a role's text.
+        # From the cache: ids do not identify a prompt, as they may differ for one key.
         keys = block.of_rows.column("prompt_key").to_pylist()
         for row_id, key, tree in zip(micro.row_ids, keys, micro.trees, strict=True):
             first = indices[at]
             for completion in tree.branches:
                 sample = EvalSample(
-                    row=-1,  # until the completions of all ranks are together
+                    row=-1,  # set once the completions of all ranks are gathered
                     row_id=row_id,
                     prompt_key=key.hex(),
                     role=Role(int(block.roles[at])),
@@ -123,7 +128,7 @@ class EvalSamples:
                 at += 1
 
     def gather(self, world: World) -> tuple[EvalSample, ...]:
-        """The samples of all ranks in the order of the evaluation; a collective."""
+        """The samples of all ranks in the order of the evaluation; a collective call."""
         every = [one for part in gathered(world, self._seen) for one in part]
         every.sort(key=lambda one: one[0])
         rows: dict[int, int] = {}
@@ -139,10 +144,10 @@ def largest_gap(
     *dtypes: str,
     may_differ: bool = False,
 ) -> float:
-    """The largest difference of the policy's log-probs from a cache's; too large ones are refused.
+    """The largest difference of the policy's log-probs from the cache's; FingerprintError if large.
 
-    With `may_differ` only values that are not finite are refused. Every rank scores the same rows:
-    a policy that is sharded over ranks needs all of them for each.
+    With `may_differ` only values that are not finite are refused. Every rank scores the same rows,
+    because a sharded policy needs all ranks for each of them.
     """
     engine.learn_mode(dropout_seed=None)
     worst = 0.0
@@ -162,11 +167,11 @@ def _scored(engine: DeepSpeedEngine, block: Rows) -> Ragged:
 
 def _refusal(name: str, block: Rows, again: Rescored) -> FingerprintError:
     at = again.worst
-    row = block.row[block.row_of_branch[at]]
+    row = block.row[block.row_of_completion[at]]
     return FingerprintError(
-        f"{name}: the policy is the reference of this cache, yet it scores a branch of input row "
-        f"{row} as {again.logps[at]:.6f}, and the cache has {block.logps[at]:.6f}. "
-        "`align verify` says whether the cache is damaged. If it is not, this machine computes "
-        "other numbers than the one it was made on: make the cache again here, or with "
+        f"{name}: the policy is the reference of this cache, but a completion of input row {row} "
+        f"has log-prob {again.logps[at]:.6f}, and {block.logps[at]:.6f} in the cache. Run "
+        "`align verify` to see whether the cache is damaged. If it is not, this machine computes "
+        "other numbers than the one that made it: make the cache again here, or with "
         "--dtype float32."
     )

@@ -13,15 +13,15 @@ from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
-from align.stages.methods.table import recipe_of
-from support.method_steps import MISMATCHED, MPO, each, random_branches, take_recipe
+from align.stages.methods.table import objective_of
+from support.method_steps import MISMATCHED, MPO, each, random_branches, take_objective
 
 ROWS = 40
 close = pytest.approx
 
 
 def ours(name, whole, *, mismatched=(), **values):
-    return take_recipe(recipe_of(name, values), whole, mismatched=mismatched)
+    return take_objective(objective_of(name, values), whole, mismatched=mismatched)
 
 
 def trainer(kind, **settings):
@@ -52,22 +52,22 @@ def metrics_of(peer):
 
 
 def per_token(whole, dtype=torch.float64):
-    """Padded log-probs, the reference's, and purity; the mask; and that of a one-token prompt."""
+    """Padded log-probs, the reference's, collision log-probs; masks without and with a prompt."""
     counts = whole.tokens.counts
     is_token = torch.arange(int(counts.max())) < counts[:, None]
     nothing = torch.zeros(is_token.shape, dtype=dtype)
-    tokens = (whole.tokens.logps, whole.tokens.reference, whole.tokens.purity)
+    tokens = (whole.tokens.logps, whole.tokens.reference, whole.tokens.collision_logps)
     padded = [nothing.masked_scatter(is_token, one.detach().to(dtype)) for one in tokens]
     mask = torch.cat([torch.zeros(len(counts), 1), is_token], dim=1).long()
     return padded[0].requires_grad_(), *padded[1:], is_token, mask
 
 
-def outputs(logps, purity=None):
+def outputs(logps, collision_logps=None):
     """What TRL's patched model returns; entropy and the like only feed metrics."""
     nothing = torch.zeros_like(logps.detach())
     return SimpleNamespace(
         log_probs=logps,
-        log_sum_sq_probs=purity,
+        log_sum_sq_probs=collision_logps,
         entropy=nothing,
         mean_logits=nothing,
         is_top1=nothing.bool(),
@@ -136,28 +136,28 @@ OF_DPO = [
 def test_paired_losses_modifiers_and_mixtures_are_those_of_the_dpo_trainer(
     name, values, loss_types
 ):
-    whole, recipe = random_branches("paired", ROWS), recipe_of(name, values)
-    taken = take_recipe(recipe, whole)
+    whole, objective = random_branches("paired", ROWS), objective_of(name, values)
+    taken = take_objective(objective, whole)
     # It knows the alpha divergence in float32 only.
     is_alpha = values.get("f_divergence") == "alpha"
-    peer, loss, gradient = trl_dpo(recipe, loss_types, whole, is_alpha=is_alpha)
+    peer, loss, gradient = trl_dpo(objective, loss_types, whole, is_alpha=is_alpha)
     assert taken.loss == close(loss, rel=1e-5)
     near = 1e-4 if is_alpha else 1e-5
     torch.testing.assert_close(taken.token_gradient, gradient.double(), rtol=near, atol=1e-7)
-    if not recipe.modifiers.active and name not in OTHER_REWARDS and len(recipe.parts) == 1:
+    if not objective.modifiers.active and name not in OTHER_REWARDS and len(objective.terms) == 1:
         require_metrics(taken, metrics_of(peer))
 
 
-def trl_dpo(recipe, loss_types, whole, *, is_alpha=False):
+def trl_dpo(objective, loss_types, whole, *, is_alpha=False):
     """Its trainer, its loss, and the gradient by our tokens."""
-    options, modifiers = vars(recipe.parts[0].options), recipe.modifiers
+    options, modifiers = vars(objective.terms[0].options), objective.modifiers
     alpha = modifiers.ld_alpha
     peer = trainer(
         DPOTrainer,
         beta=options.get("beta", 0.1),
         label_smoothing=options.get("label_smoothing", 0.0),
         loss_types=loss_types.split(),
-        loss_weights=[part.weight for part in recipe.parts],
+        loss_weights=[part.weight for part in objective.terms],
         f_divergence_type=DIVERGENCES[modifiers.f_divergence],
         f_alpha_divergence_coef=modifiers.f_alpha,
         ld_alpha=None if alpha == 1 else alpha,
@@ -166,7 +166,7 @@ def trl_dpo(recipe, loss_types, whole, *, is_alpha=False):
     )
     order = chosen_first(whole)
     dtype = torch.float32 if is_alpha else torch.float64
-    logps, reference, purity, is_token, mask = per_token(whole, dtype)
+    logps, reference, collision_logps, is_token, mask = per_token(whole, dtype)
     # As its `compute_ref_logps` gives them, tails weighed.
     shorter = whole.tokens.counts.view(-1, 2).amin(dim=1).repeat_interleave(2)
     in_tail = torch.arange(is_token.shape[1]) >= shorter[:, None]
@@ -178,7 +178,7 @@ def trl_dpo(recipe, loss_types, whole, *, is_alpha=False):
         "ref_chosen_logps": sums[:ROWS],
         "ref_rejected_logps": sums[ROWS:],
     }
-    answers = outputs(logps[order], purity[order])
+    answers = outputs(logps[order], collision_logps[order])
     loss = peer._compute_loss(lambda **_: answers, inputs, return_outputs=False)
     loss.backward()
     return peer, loss.item(), logps.grad[is_token]
@@ -198,7 +198,7 @@ def test_sft_is_the_loss_of_the_dpo_and_sft_trainers():
     loss = peer.compute_loss(lambda **_: answers, {"attention_mask": torch.ones_like(mask)})
     loss.backward()
     pairs = random_branches("paired", ROWS)
-    among, *others = trl_dpo(recipe_of("sft", {}), "sft", pairs)
+    among, *others = trl_dpo(objective_of("sft", {}), "sft", pairs)
     for branches, wanted, gradient in (
         (whole, loss.item(), logps.grad[is_token]),
         (pairs, *others),
@@ -240,14 +240,14 @@ def test_reward_is_the_loss_of_the_reward_trainer(values):
     ],
 )
 def test_unpaired_losses_are_those_of_the_kto_trainer(name, values, mismatched):
-    whole, recipe = random_branches("labelled", ROWS), recipe_of(name, values)
-    taken = take_recipe(recipe, whole, mismatched=mismatched)
+    whole, objective = random_branches("labelled", ROWS), objective_of(name, values)
+    taken = take_objective(objective, whole, mismatched=mismatched)
     weights = {"desirable_weight": 1.0, "undesirable_weight": 1.0}
     peer = trainer(
         KTOTrainer,
-        **weights | vars(recipe.parts[0].options),
+        **weights | vars(objective.terms[0].options),
         loss_type=name,
-        calculate_KL="mismatched" in recipe.needs,
+        calculate_KL="mismatched" in objective.needs,
         _compute_kl_logps=lambda *_: torch.tensor(mismatched, dtype=torch.float64) - 30,
     )
     logps, _, _, is_token, mask = per_token(whole)

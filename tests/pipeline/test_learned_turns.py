@@ -56,7 +56,7 @@ def turns_of(row):
     return row.get("completion_turns") or [[1] * count for count in row["num_tokens"]]
 
 
-def branches_of(config):
+def completions_of(config):
     for row in stored(config):
         turns = turns_of(row)
         for branch, ids in enumerate(row["completion_ids"]):
@@ -74,7 +74,7 @@ def test_sums_are_of_what_is_learned_and_partners_bring_that_along(turns):
     assert all(own[ids] == each for ids, each in mismatched.items())
     assert any(min(each) < 1 for each in mismatched.values())
     assert sum(min(turns) < 1 for turns in own.values()) == len(SEVERAL)
-    for (_, _, numbers), total, tokens in branches_of(config):
+    for (_, _, numbers), total, tokens in completions_of(config):
         learned = [one for one, number in zip(tokens, numbers, strict=True) if number > 0]
         assert total == pytest.approx(np.sum(np.array(learned, np.float64)), rel=1e-12)
 
@@ -83,14 +83,16 @@ def test_nothing_is_reused_across_what_is_learned(turns):
     """All branches with one turn are, and those with several where the same of them is learned."""
     first = turns("first")
     run(first)
-    known = {branch for branch, *_ in branches_of(first)}
+    known = {branch for branch, *_ in completions_of(first)}
     caches = {learn: turns(f"own-{learn}", learn=learn) for learn in ("assistant", "last", "all")}
     for learn, own in caches.items():
         run(own)
         other = turns(f"reusing-{learn}", learn=learn, reuse=[first.cache.output])
         outcome = run(other)
-        assert [each[:2] for each in branches_of(other)] == [each[:2] for each in branches_of(own)]
-        new = {branch for branch, *_ in branches_of(own)} - known
+        assert [each[:2] for each in completions_of(other)] == [
+            each[:2] for each in completions_of(own)
+        ]
+        new = {branch for branch, *_ in completions_of(own)} - known
         assert outcome.tally.scored == len(new)
         assert bool(new) == (learn != "assistant")
 

@@ -23,7 +23,7 @@ from align.schemas.rows import Tree
 from align.schemas.train_options import TrainOptions
 from align.stages.engine.deepspeed_config import EngineContext, engine_config
 from align.stages.engine.engine_memory import Elements, engine_memory
-from align.stages.methods.table import recipe_of
+from align.stages.methods.table import objective_of
 from align.stages.model.cheap_again import cheap_computed_again
 from align.stages.model.fused_head import call_head_for_logps
 from align.stages.model.logprobs import ScoringPath, branch_logps
@@ -126,7 +126,7 @@ def test_activations_are_those_that_a_model_with_weights_keeps(dtype):
 
 def worked(method, train, world, rows, levels):
     """So many rows of 10 + 20 + 20 tokens, 500 tokens at a time."""
-    feed = feed_settings(train, recipe_of(method, {}), world, tokens=500, pads=False)
+    feed = feed_settings(train, objective_of(method, {}), world, tokens=500, pads=False)
     even = even_rows(rows, RowShape(10, (20, 20)), num_partners=levels)
     return workload_of(even, feed, train, rows=rows, held_out=0)
 

@@ -34,7 +34,7 @@ def own_branches(row, num_pairs):
     return branches[:count]
 
 
-def branches_of(record):
+def completions_of(record):
     """The completions of a row of the data, each with its role and score."""
     match record:
         case {"chosen": chosen, "rejected": rejected}:
@@ -68,7 +68,7 @@ def by_hand(tokenizer_folder, data):
 
     def read(shape):
         for record in pq.read_table(getattr(data, shape)).to_pylist():
-            own = branches_of(record)
+            own = completions_of(record)
             yield prompt_ids(record["prompt"]), [(completion_ids(c), *rest) for c, *rest in own]
 
     return read

@@ -123,7 +123,7 @@ def prepared_at_once(job):
         intake.rows_per_file[number] += len(rows) + len(rejected)
         intake.rejected += rejected
     keyed = _sorted(Rows.concat(parts))
-    prompts = Counter(keyed.range_keys[keyed.row_of_branch].tolist())
+    prompts = Counter(keyed.range_keys[keyed.row_of_completion].tolist())
     can_be_paired = 2 * max(prompts.values(), default=0) <= prompts.total()
     can_be_paired &= len({*keyed.completion_key.tolist()}) > 1
     places = keyed.range_keys.tolist()

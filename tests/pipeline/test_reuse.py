@@ -311,6 +311,6 @@ def test_caches_that_cannot_be_read_are_passed_over_and_named(to, tmp_path, warn
         DAMAGE[Path(output).name](Path(output) / "manifest.json")
     again = to(reuse=outputs if is_named else [], reuse_known=not is_named)
     reused = run(again).tally.reused
-    # Branches that are copied from their like in the same shard are no reuse of another cache.
+    # Completions that are copied from their like in the same shard are no reuse of another cache.
     assert reused == run(to(output=str(tmp_path / "alone"))).tally.reused
     assert [output in line for output, line in zip(outputs, warnings(), strict=True)] == [True] * 2

@@ -15,7 +15,7 @@ from align.pipeline.plan.setting_checks import require_effect
 from align.schemas.config import Config
 from align.schemas.errors import UsageError
 from align.schemas.train_options import TrainOptions
-from align.stages.methods.table import METHODS, recipe_of
+from align.stages.methods.table import METHODS, objective_of
 from support.command import align, refusal
 from support.refusals import refuses
 
@@ -40,9 +40,9 @@ def test_the_written_file_holds_the_defaults_and_the_options_of_its_method(metho
     assert {*load().origins} == {*flatten(Config())}
     section = Path("align.yaml").read_text().partition("\nmethod:")[2].replace("\n  # ", "\n  ")
     options = yaml.safe_load("method:" + section)["method"] or {}
-    expected = recipe_of(method, {}).values if method else {}
+    expected = objective_of(method, {}).values if method else {}
     assert options == expected
-    assert not method or recipe_of(method, options).values == expected
+    assert not method or objective_of(method, options).values == expected
 
 
 def test_a_schema_beside_the_file_knows_every_setting(here):

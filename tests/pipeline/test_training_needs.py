@@ -1,4 +1,4 @@
-"""What a recipe needs of a cache: refused in one message where it is not there, before a step."""
+"""A cache that lacks what an objective needs is refused in one message, before a step."""
 
 import json
 import shutil
@@ -135,7 +135,7 @@ def test_only_grpo_and_ppo_refuse_samples_that_the_reference_did_not_draw(scored
 
     def told(cache, method="grpo"):
         job = job_of(cache, method, other_sampling=True)
-        return sampling_note(job.recipe, job.manifest)
+        return sampling_note(job.objective, job.manifest)
 
     for method in ("grpo", "ppo"):
         with refuses(UsageError, "temperature 0.7, top-k 50", "train.other_sampling"):
@@ -143,9 +143,9 @@ def test_only_grpo_and_ppo_refuse_samples_that_the_reference_did_not_draw(scored
         with refuses(UsageError, "temperature 1, top-p 0.5"):
             job_of(scored_groups, method, eval_cache=str(drawn_at(1.0, 0.5, 0)))
         assert "temperature 0.7, top-k 50" in told(drawn_at(0.7, 1.0, 50), method)
-        assert job_of(drawn_at(1.0, 1.0, 0), method).recipe.name == method
+        assert job_of(drawn_at(1.0, 1.0, 0), method).objective.name == method
     for method in ("dpo", "kto"):
-        assert job_of(drawn_at(0.7, 1.0, 50), method).recipe.name == method
+        assert job_of(drawn_at(0.7, 1.0, 50), method).objective.name == method
     assert "1 data file" in told(scored_groups)
     assert told(scored_groups, "dpo") == ""
 

@@ -103,19 +103,19 @@ def compared(cache, method, layout="", loaded="plain"):
 
 @cache
 def source_of(cache, method):
-    """The job of a method, its recipe, and its rows."""
+    """The job of a method, its objective, and its rows."""
     name, options = IN_USE.get(method, (method, {}))
     job = job_of(cache, name, options=options, batch_size=3, eval_fraction=0.3)
     source = open_source(job.cache, job.manifest, job.read_spec, ShardColumns(Cache.check))
-    return job, job.recipe.resolve_auto(source.labels)[0], source
+    return job, job.objective.resolve_auto(source.labels)[0], source
 
 
 @cache
-def policy_of(path, head, purity, loaded):
+def policy_of(path, head, collision_logps, loaded):
     """A policy to copy, a little away from the reference."""
     train = TrainOptions(**{"dtype": "float32"} | LOADED[loaded])
     lora = LORA if loaded == "lora" else LoraOptions()
-    policy = load_policy(path, train, lora, head=head, purity=purity)
+    policy = load_policy(path, train, lora, head=head, collision_logps=collision_logps)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -123,10 +123,10 @@ def policy_of(path, head, purity, loaded):
     return policy
 
 
-def feed_of(job, recipe, source, *, pads):
+def feed_of(job, objective, source, *, pads):
     settings = settings_of(
         batch_size=job.config.train.batch_size,
-        kl_use=recipe.option("kl_use", "rotate"),
+        kl_use=objective.option("kl_use", "rotate"),
         limit_eval_batches=1,
         tokens_per_batch=200,
         pads=pads,
@@ -136,17 +136,19 @@ def feed_of(job, recipe, source, *, pads):
 
 def step_on(device, cache, method, layout, loaded):
     """Everything that a step and an evaluation after it leave behind."""
-    job, recipe, source = source_of(cache, method)
-    policy = deepcopy(policy_of(job.begins_as, recipe.head, "purity" in recipe.needs, loaded))
+    job, objective, source = source_of(cache, method)
+    policy = deepcopy(
+        policy_of(job.begins_as, objective.head, "collision_logps" in objective.needs, loaded)
+    )
     policy.path = replace(policy.path, layout=layout)
-    feed = feed_of(job, recipe, source, pads=not policy.path.packs)
+    feed = feed_of(job, objective, source, pads=not policy.path.packs)
     with feed.steps(0) as batches:
         batch = next(iter(batches))
     before = weights_of(policy)
     engine = OneDevice(moved(policy, device))
-    held_out = evaluated(engine, recipe, feed) if loaded == "plain" else {}
+    held_out = evaluated(engine, objective, feed) if loaded == "plain" else {}
     WAITS.taken()
-    result = train_step(engine, recipe, batch, state={}, seed=(0, 0))
+    result = train_step(engine, objective, batch, state={}, seed=(0, 0))
     waits = WAITS.taken()
     return {
         "means": result.means,
@@ -159,14 +161,14 @@ def step_on(device, cache, method, layout, loaded):
     }
 
 
-def evaluated(engine, recipe, feed):
+def evaluated(engine, objective, feed):
     """The means over the held-out rows."""
     with feed.held_out() as batches:
-        first = batches if needs_pre_pass(recipe) else ()
-        step = whole_step(engine, recipe, first, feed.held_out_size())
+        first = batches if needs_pre_pass(objective) else ()
+        step = whole_step(engine, objective, first, feed.held_out_size())
     samples = EvalSamples(most_rows=2, keeps_ids=False)
     with feed.held_out() as batches:
-        return means_of_held_out(engine, recipe, batches, step=step, state={}, samples=samples)
+        return means_of_held_out(engine, objective, batches, step=step, state={}, samples=samples)
 
 
 def moved(policy, device):

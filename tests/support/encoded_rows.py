@@ -49,10 +49,10 @@ def encoded(prompt, *completions, row=0, file=0, roles=None, scores=None, cut=No
 def plain(rows):
     """Every row of some, one at a time."""
     result = []
-    has_keys = "completion_key" in rows.of_branches.schema.names
+    has_keys = "completion_key" in rows.of_completions.schema.names
     for index, row_id in enumerate(rows.ids()):
         digest, _, copy = row_id.partition("-")
-        own = range(int(rows.branch_offsets[index]), int(rows.branch_offsets[index + 1]))
+        own = range(int(rows.completion_offsets[index]), int(rows.completion_offsets[index + 1]))
         scores = [None if s != s else float(s) for s in (rows.scores[b] for b in own)]  # noqa: PLR0124
         branches = [
             (tuple(rows.completions[b].tolist()), int(rows.roles[b]), score, int(rows.cut[b]))

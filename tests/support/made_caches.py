@@ -29,8 +29,8 @@ FORK = multiprocessing.get_context("fork")
 def block_of(rows, seed, *, max_tokens=6, token_logps=False, carried=(), scores=False):
     """Random rows; prompts, completions and even the branches of a row may be missing."""
     draw = np.random.default_rng(seed)
-    branch_offsets = offsets_of(draw.integers(0, 4, rows))
-    branches = int(branch_offsets[-1])
+    completion_offsets = offsets_of(draw.integers(0, 4, rows))
+    branches = int(completion_offsets[-1])
     tokens = offsets_of(draw.integers(0, max_tokens, branches))
     prompts = offsets_of(draw.integers(0, max_tokens, rows))
     given = draw.standard_normal(branches)
@@ -49,7 +49,7 @@ def block_of(rows, seed, *, max_tokens=6, token_logps=False, carried=(), scores=
         "prompt_cut": draw.integers(0, 3, rows),
         **{name: draw.standard_normal(rows) for name in carried},
     }
-    of_branches = {
+    of_completions = {
         "completion_ids": Ragged(draw.integers(0, 2**31 - 1, tokens[-1]).astype(np.int32), tokens),
         "role": draw.integers(0, 6, branches),
         "score": np.where(draw.random(branches) < scores, given, np.nan),
@@ -59,8 +59,8 @@ def block_of(rows, seed, *, max_tokens=6, token_logps=False, carried=(), scores=
     }
     if token_logps:
         kept = draw.standard_normal(tokens[-1]).astype(np.float32)
-        of_branches["ref_token_logps"] = Ragged(kept, tokens)
-    return Rows.of(of_rows, of_branches, branch_offsets)
+        of_completions["ref_token_logps"] = Ragged(kept, tokens)
+    return Rows.of(of_rows, of_completions, completion_offsets)
 
 
 def plan_of(seeds):

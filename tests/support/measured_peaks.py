@@ -6,7 +6,7 @@ from align.pipeline.plan.memory import PlanFacts, planned
 from align.pipeline.plan.workload import RowShape, even_rows
 from align.schemas.config import Config, ModelOptions
 from align.schemas.train_options import LoraOptions, TrainOptions
-from align.stages.methods.table import recipe_of
+from align.stages.methods.table import objective_of
 
 WITHIN = 0.15  # how near a plan comes to what is measured
 TINY = {  # a model that is planned and trained in no time
@@ -133,7 +133,7 @@ def plan_of(case, folder):
     facts = PlanFacts(
         ModelOptions(path=str(folder)),
         case.dtype,
-        recipe_of("dpo", {}),
+        objective_of("dpo", {}),
         even_rows(rows, RowShape(case.length, (case.length,) * 2), num_partners=0),
         rows=rows,
         held_out=0,

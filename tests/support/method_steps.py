@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from align.schemas.methods import Branches, Mean, Step, Tokens
+from align.schemas.methods import Completions, Mean, Step, Tokens
 from align.schemas.rows import Role
 from align.stages.methods.modifiers import Modifiers
-from align.stages.methods.recipe import Part, Recipe, is_good
-from align.stages.methods.table import METHODS, recipe_of
+from align.stages.methods.objective import Objective, Term, is_good
+from align.stages.methods.table import METHODS, objective_of
 
 ROLES = {
     "paired": (Role.CHOSEN, Role.REJECTED),
@@ -42,14 +42,16 @@ WORDS = {
 MPO = "dpo:0.8+bco_pair:0.2+sft:1"
 BY_NAME = {name: (method,) for name, method in METHODS.items()}
 MODIFIED = {
-    f"{name} {modifier}": (recipe_of(name, IN_USE[modifier].active),)
+    f"{name} {modifier}": (objective_of(name, IN_USE[modifier].active),)
     for name, method in METHODS.items()
     for modifier in sorted(method.modifiers)
 }
 # Every method as it is, with each word and each modifier that it takes, and some mixtures.
-RECIPES = {
-    **{name: (recipe_of(name, {}),) for name in (*METHODS, MPO, "bco:2+aot:0.25", "dpo+kto:0.5")},
-    **{f"{name} {words}": (recipe_of(name, words),) for name, words in WORDS.items()},
+OBJECTIVES = {
+    **{
+        name: (objective_of(name, {}),) for name in (*METHODS, MPO, "bco:2+aot:0.25", "dpo+kto:0.5")
+    },
+    **{f"{name} {words}": (objective_of(name, words),) for name, words in WORDS.items()},
     **MODIFIED,
 }
 
@@ -67,7 +69,7 @@ def each(cases):
 def branches(
     logps, reference=None, *, num_tokens=None, roles, scores=None, per_row=2, columns=None
 ):
-    """Branches of plain numbers, each spread evenly over its tokens."""
+    """Completions of plain numbers, each spread evenly over its tokens."""
     sums, wanted = _tensor(logps), _tensor(reference or [0.0] * len(logps))
     counts = torch.tensor(num_tokens or [1] * len(sums), dtype=torch.int64)
     total = int(counts.sum())
@@ -76,14 +78,14 @@ def branches(
         logps=(sums / counts).repeat_interleave(counts),
         reference=(wanted / counts).repeat_interleave(counts),
         values=torch.zeros(total, dtype=torch.float64),
-        purity=torch.full((total,), -0.5, dtype=torch.float64),
+        collision_logps=torch.full((total,), -0.5, dtype=torch.float64),
     )
     rows = torch.arange(len(sums)) // per_row
     return _made(tokens, roles, scores, rows, columns, sums=(sums, wanted))
 
 
 def _made(tokens, roles, scores, rows, columns, *, sums=None):
-    """Branches of these tokens.
+    """Completions of these tokens.
 
     The log-probs, of branches and of tokens, and the values of tokens are leaves that collect a
     gradient.
@@ -92,7 +94,7 @@ def _made(tokens, roles, scores, rows, columns, *, sums=None):
         both = (tokens.logps, tokens.reference)
         parts = [values.split(tokens.counts.tolist()) for values in both]
         sums = [_tensor([one.sum().item() for one in some]) for some in parts]
-    whole = Branches(
+    whole = Completions(
         logps=sums[0],
         reference=sums[1],
         num_tokens=tokens.counts.double(),
@@ -120,11 +122,11 @@ class Said:
     score: float = 0.0
     values: tuple = ()  # of each token; all 0 if left out
     logps: tuple = ()  # the policy's; all -2 if left out
-    purity: tuple = ()  # log sum of p^2; all -1 if left out
+    collision_logps: tuple = ()  # log sum of p^2; all -1 if left out
 
 
 def rows_of(*rows, roles=(Role.CANDIDATE,) * 99, columns=None):
-    """Branches of rows, each a list of `Said`."""
+    """Completions of rows, each a list of `Said`."""
     said = [one for row in rows for one in row]
 
     def of_tokens(name, otherwise):
@@ -137,7 +139,7 @@ def rows_of(*rows, roles=(Role.CANDIDATE,) * 99, columns=None):
         logps=logps,
         reference=logps - of_tokens("ratios", 0.0),
         values=of_tokens("values", 0.0),
-        purity=of_tokens("purity", -1.0),
+        collision_logps=of_tokens("collision_logps", -1.0),
     )
     of_row = [role for row in rows for role in roles[: len(row)]]
     numbers = torch.tensor([n for n, row in enumerate(rows) for _ in row], dtype=torch.int64)
@@ -159,14 +161,14 @@ def random_rows(sizes, seed=0):
             score=normal(1, 3.0)[0],
             values=normal(count),
             logps=tuple(-0.1 - abs(x) for x in normal(count)),
-            purity=tuple(-0.1 - abs(x) for x in normal(count)),
+            collision_logps=tuple(-0.1 - abs(x) for x in normal(count)),
         )
 
     return [[said() for _ in range(size)] for size in sizes]
 
 
 def random_branches(kind, rows, seed=0, *, roles=None, per_row=None):
-    """Branches with log-ratios of a few nats around zero; chosen ones have the higher scores.
+    """Completions with log-ratios of a few nats around zero; chosen ones have the higher scores.
 
     `roles` are those of a row, as its kind has them, and repeated `rows` times. `per_row` cuts
     them into other rows than these.
@@ -190,7 +192,7 @@ def random_branches(kind, rows, seed=0, *, roles=None, per_row=None):
         logps=logps,
         reference=logps - ratios.repeat_interleave(counts) - 0.1 * normal(total),
         values=normal(total),
-        purity=-2 * uniform(total),
+        collision_logps=-2 * uniform(total),
     )
     scores = normal(count)
     if kind == "paired":
@@ -221,10 +223,10 @@ def part(whole, rows):
     counts = whole.tokens.counts
     spans = torch.arange(int(counts.sum())).split(counts.tolist())
     here = torch.cat([*(spans[branch] for branch in own.tolist()), counts[:0]])
-    of_branches = ("logps", "reference", "num_tokens", "roles", "scores", "step_indices")
-    of_tokens = ("logps", "reference", "values", "purity")
-    return Branches(
-        **{name: getattr(whole, name)[own] for name in of_branches},
+    of_completions = ("logps", "reference", "num_tokens", "roles", "scores", "step_indices")
+    of_tokens = ("logps", "reference", "values", "collision_logps")
+    return Completions(
+        **{name: getattr(whole, name)[own] for name in of_completions},
         rows=torch.arange(len(owned)).repeat_interleave(torch.tensor([*map(len, owned)]).long()),
         tokens=Tokens(
             counts=counts[own], **{name: getattr(whole.tokens, name)[here] for name in of_tokens}
@@ -254,7 +256,7 @@ def step_of(whole, mismatched=(), pre_pass=None):
     """The facts of a step that consists of these branches."""
     return Step(
         rows=num_rows(whole),
-        branches=len(whole.roles),
+        completions=len(whole.roles),
         tokens=int(whole.num_tokens.sum()),
         chosen_tokens=int(whole.num_tokens[is_good(whole)].sum()),
         mismatched=_tensor(mismatched),
@@ -279,45 +281,49 @@ class Taken:
 
 
 def take(method, whole, *, options=None, modifiers=None, **how):
-    """Runs a step by one method; `how` is that of `take_recipe`."""
+    """Runs a step by one method; `how` is that of `take_objective`."""
     given = method.options() if options is None else options
-    recipe = Recipe((Part(method, given),), modifiers or Modifiers())
-    return take_recipe(recipe, whole, **how)
+    objective = Objective((Term(method, given),), modifiers or Modifiers())
+    return take_objective(objective, whole, **how)
 
 
-def take_recipe(recipe, whole, *, assignment=None, mismatched=(), state=None):
+def take_objective(objective, whole, *, assignment=None, mismatched=(), state=None):
     """Runs a step as the trainer does: pre-pass, state, losses; sums first, and divides once.
 
     `assignment` lists the rows of each micro-batch.
     """
     assignment = assignment or [range(num_rows(whole))]
-    micros = [_as_shown(part(whole, rows), recipe) for rows in assignment]
+    micros = [_as_shown(part(whole, rows), objective) for rows in assignment]
     with torch.no_grad():
-        found = [recipe.pre_pass(micro) for micro in micros]
+        found = [objective.pre_pass(micro) for micro in micros]
     order = torch.cat([micro.step_indices for micro in micros]).argsort()
     pre_pass = {name: torch.cat([one[name] for one in found])[order] for name in found[0]}
     step = step_of(whole, mismatched, pre_pass)
-    now = recipe.next_state(state or {}, step.pre_pass)
+    now = objective.next_state(state or {}, step.pre_pass)
     for leaf in _leaves(whole):
         leaf.grad = None
     outcomes = []
     for micro in micros:
-        outcome = recipe.outcome(micro, step, now)
+        outcome = objective.outcome(micro, step, now)
         outcome.loss.backward()
         outcomes.append(outcome)
-    return _summed(recipe, whole, micros, outcomes, now)
+    return _summed(objective, whole, micros, outcomes, now)
 
 
-def _as_shown(micro, recipe):
-    """Only what the recipe asks for, as the trainer makes only that."""
-    if recipe.head == "score":
+def _as_shown(micro, objective):
+    """Only what the objective asks for, as the trainer makes only that."""
+    if objective.head == "score":
         return replace(micro, tokens=None)
-    needs = {"token_reference": "reference", "values": "values", "purity": "purity"}
-    hidden = {name: None for need, name in needs.items() if need not in recipe.needs}
+    needs = {
+        "token_reference": "reference",
+        "values": "values",
+        "collision_logps": "collision_logps",
+    }
+    hidden = {name: None for need, name in needs.items() if need not in objective.needs}
     return replace(micro, tokens=replace(micro.tokens, **hidden))
 
 
-def _summed(recipe, whole, micros, outcomes, state):
+def _summed(objective, whole, micros, outcomes, state):
     totals, counts, values = Counter(), {}, {}
     for outcome in outcomes:
         for name, metric in outcome.metrics.items():
@@ -332,7 +338,7 @@ def _summed(recipe, whole, micros, outcomes, state):
         torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone()
         for leaf in _leaves(whole)
     )
-    line = recipe.reported(sums)
+    line = objective.reported(sums)
     return Taken(
         losses=_in_step_order(micros, [outcome.losses for outcome in outcomes]),
         loss=sum(outcome.loss.item() for outcome in outcomes),

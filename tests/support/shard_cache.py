@@ -44,7 +44,7 @@ def table_of(sizes, *, levels=0, seed=0, longest=60, most_branches=3):
     """A table of random rows in row groups of these sizes."""
     draw = np.random.default_rng(seed)
     rows = int(np.sum(sizes))
-    branch_offsets = offsets_of(draw.integers(1, most_branches + 1, rows))
+    completion_offsets = offsets_of(draw.integers(1, most_branches + 1, rows))
     own = draw.integers(1, longest + 1, rows)
     sizes_of_rows = RowSizes(
         index_in_group=np.concatenate(
@@ -54,8 +54,8 @@ def table_of(sizes, *, levels=0, seed=0, longest=60, most_branches=3):
         own_tokens=own.astype(np.int32),
         learned_tokens=own.astype(np.int32),
         chosen_tokens=draw.integers(0, own + 1).astype(np.int32),
-        branch_offsets=branch_offsets,
-        mismatched_tokens=draw.integers(1, longest, (int(branch_offsets[-1]), levels)).astype(
+        completion_offsets=completion_offsets,
+        mismatched_tokens=draw.integers(1, longest, (int(completion_offsets[-1]), levels)).astype(
             np.int32
         ),
     )
@@ -80,7 +80,7 @@ def block_of(rows, *, seed=0, levels=1, roles=PAIR, tokens=(3, 12), token_logps=
         "prompt_cut": np.zeros(rows),
     }
     ids = draw.integers(0, 1000, completions[-1]).astype(np.int32)
-    of_branches = {
+    of_completions = {
         "completion_ids": Ragged(ids, completions),
         "role": np.tile(np.array(stored, dtype=np.int8), rows),
         "score": np.full(rows * count, np.nan, dtype=np.float64),
@@ -89,10 +89,10 @@ def block_of(rows, *, seed=0, levels=1, roles=PAIR, tokens=(3, 12), token_logps=
     }
     of_rows["weight"] = draw.random(rows)
     kept = Ragged(-draw.random(completions[-1]).astype(np.float32), completions)
-    of_branches["ref_logp"] = -draw.random(rows * count)
+    of_completions["ref_logp"] = -draw.random(rows * count)
     if token_logps:
-        of_branches["ref_token_logps"] = kept
-    return Rows.of(of_rows, of_branches, np.arange(rows + 1) * count)
+        of_completions["ref_token_logps"] = kept
+    return Rows.of(of_rows, of_completions, np.arange(rows + 1) * count)
 
 
 def write_cache(root, blocks):

@@ -83,7 +83,9 @@ def first_step(world, folder, kind, *, way):
     options = ModelOptions(path=path, adapter=adapter, device=device_of_ranks(), dtype=dtype)
     load = loader_of(options, train, world) if way == "sharded" else load_model
     lora = LoraOptions(enabled=how.get("lora", False), rank=2)
-    policy = load_policy(options, train, lora, head=head, purity=head == "values", load=load)
+    policy = load_policy(
+        options, train, lora, head=head, collision_logps=head == "values", load=load
+    )
     held = sum(p.numel() for p in policy.model.parameters())
     hidden = policy.model.config.hidden_size
     engine, _ = open_engine(policy, train, world, hidden_size=hidden)

@@ -1,8 +1,8 @@
-"""Digests of files, remembered for each user in one small JSON file per digested file.
+"""Digests of files, cached per user in one small JSON file per digested file.
 
-They are believed as long as the version of a file stays the same: device, inode, size, mtime and
-ctime. A file that changed less than two seconds before it was digested is not remembered: it may be
-changed once more and keep its time.
+A cached digest is valid while the file's device, inode, size, mtime and ctime stay the same. A
+file that changed less than two seconds before it was digested is not cached: it may change again
+and keep its times.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from . import fs
 
 logger = logging.getLogger("align")
 
-SETTLED_NS = 2_000_000_000  # a file system may tell times in steps of two seconds
+SETTLED_NS = 2_000_000_000  # some file systems store times in steps of two seconds
 
 
 def user_folder() -> Path:
-    """Where this user's list of caches and remembered digests are."""
+    """The folder of this user's list of caches and cached digests."""
     named = os.environ.get("ALIGN_HOME")
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(named) if named else Path(base) / "align"
 
 
 def own_digests() -> Remember:
-    """What returns the digests of a file that a command of this user has made, or makes them."""
+    """A function that returns a file's digests from this user's cache, or computes them."""
     return partial(remembered, user_folder() / "digests")
 
 
 def remembered(folder: Path, file: Path, compute: Callable[[], list[str]]) -> list[str]:
-    """The digests of this version of a file: those in the folder, or as `compute` makes them."""
+    """The digests of this version of a file, from the folder or from `compute`."""
     name = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:32]
     kept = folder / f"{name}.json"
     before, now_ns = FileVersion.of(file), time.time_ns()
     version = [*astuple(before)]
-    with suppress(OSError, ValueError, KeyError, TypeError):  # nothing is remembered
+    with suppress(OSError, ValueError, KeyError, TypeError):  # no usable cached digest
         known = json.loads(kept.read_bytes())
         if known["version"] == version:
             stored: list[str] = known["digests"]
@@ -57,7 +57,7 @@ def remembered(folder: Path, file: Path, compute: Callable[[], list[str]]) -> li
         try:
             folder.mkdir(parents=True, exist_ok=True)
             draft.write_text(json.dumps({"version": version, "digests": digests}))
-            draft.replace(kept)  # one that is lost costs a digest: it is not synced
+            draft.replace(kept)  # not synced: a lost file is only computed again
         except OSError as error:
             _warn_once(folder, error.strerror or "")
     return digests
@@ -65,7 +65,7 @@ def remembered(folder: Path, file: Path, compute: Callable[[], list[str]]) -> li
 
 @cache
 def _warn_once(folder: Path, why: str) -> None:
-    logger.warning("%s: digests are not remembered: %s", folder, why)
+    logger.warning("%s: digests are not cached: %s", folder, why)
 
 
 def remembered_sha256(path: Path, remember: Remember) -> str:

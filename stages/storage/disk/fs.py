@@ -1,8 +1,9 @@
-"""Files and folders on a disk: each is there whole under its name, or not at all.
+"""Atomic writes of files and folders: each is complete under its name, or missing.
 
-What is written is first a draft, a hidden file beside its target, which is locked while its writer
-lives, so that `drop_drafts` removes those of the dead alone. It is synced before it gets its name,
-and its folder after. A StorageError says which operation failed, on which path, and why.
+A new file is first a draft, a hidden file beside its target, which is locked while its writer
+lives, so that `drop_drafts` removes only drafts of dead writers. A draft is synced before it gets
+its name, and its folder afterwards. A StorageError names the failed operation, the path and the
+reason.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # of a file system witho
 
 
 def publish(path: Path, payload: bytes) -> None:
-    """Writes a whole file, in place of any other of this name."""
+    """Writes a whole file, replacing any other of this name."""
     with locked_draft(path, len(payload)) as (draft, sink):
         sink.write(payload)
         _sync(sink, draft)
@@ -40,16 +41,16 @@ def put_if_absent(path: Path, payload: bytes) -> bool:
         sink.write(payload)
         _sync(sink, draft)
         won = link(draft, path)
-    # Also if another was first: work built on its file must not outlive it in a power loss.
+    # Also if another process was first: work based on its file must not outlive the file.
     fsync(path.parent)
     return won
 
 
 @contextmanager
 def new_file(path: Path, *, replaces: bool) -> Iterator[io.BufferedWriter]:
-    """A file to write into, which becomes `path` at the end of the block, whole and durable.
+    """A file to write into, which becomes `path`, durably, at the end of the block.
 
-    Unless it replaces, a file that exists is an error.
+    An existing file is an error unless `replaces` is set.
     """
     drop_drafts(path)
     with locked_draft(path) as (draft, sink):
@@ -72,7 +73,7 @@ def draft_of(path: Path) -> Path:
 
 @contextmanager
 def locked_draft(path: Path, needed: int = 0) -> Iterator[tuple[Path, io.BufferedWriter]]:
-    """A locked draft of a file, to write into and rename or link; it goes with the block."""
+    """A locked draft of a file, to write into and rename or link; removed after the block."""
     draft = draft_of(path)
     try:
         with create(draft, needed) as sink:
@@ -91,11 +92,11 @@ def _sync(sink: io.BufferedWriter, draft: Path) -> None:
 
 
 def drop_drafts(path: Path) -> None:
-    """Removes the drafts of a file whose writers have died: those that are not locked."""
+    """Removes the unlocked drafts of a file, whose writers have died."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp")
     for draft in sorted(path.parent.glob(".*.tmp")):
         with suppress(FileNotFoundError):
-            # One without content may not be locked yet, and if we locked it its writer could not.
+            # The writer of an empty draft may be about to lock it: it is left alone.
             if name.fullmatch(draft.name) and draft.is_file() and draft.stat().st_size:
                 with draft.open("rb") as file:
                     if _lock(file.fileno()):
@@ -103,7 +104,7 @@ def drop_drafts(path: Path) -> None:
 
 
 def _lock(descriptor: int) -> bool:
-    with suppress(OSError):  # a file system without locks, where no draft counts as dead
+    with suppress(OSError):  # on a file system without locks, no draft counts as dead
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     return False
@@ -148,7 +149,7 @@ def fsync(path: Path) -> None:
 
 
 def write_new(path: Path, payload: bytes) -> None:
-    """A new file with all its bytes durable; its name is durable once its folder is synced."""
+    """Writes a new file durably; its name is durable once its folder is synced."""
     with create(path, len(payload)) as sink:
         sink.write(payload)
     fsync(path)
@@ -183,7 +184,7 @@ def unlink(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Removes a draft if the disk allows it; for use while another error is raised."""
+    """Removes a draft and ignores errors; for use while another error is raised."""
     with suppress(AlignError):
         unlink(path)
 
@@ -198,7 +199,7 @@ def remove_tree(path: Path) -> None:
     """Removes a folder with everything in it, if it exists; links are not followed."""
     with os_errors("remove_tree", path):
         while path.exists() or path.is_symlink():
-            with suppress(FileNotFoundError):  # another process removes it too
+            with suppress(FileNotFoundError):  # another process removed it
                 if path.is_symlink():
                     path.unlink()
                 else:

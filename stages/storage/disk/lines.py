@@ -1,4 +1,4 @@
-"""Files of lines that grow at their end: a last line that was cut off counts as not written."""
+"""Append-only files of lines; an incomplete last line counts as not written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import fs
 
 
 class Lines:
-    """A file that lines are appended to; each is handed to the system at once and as a whole."""
+    """A file to which lines are appended, each by one write."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -20,7 +20,7 @@ class Lines:
             self._descriptor = os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o666)
 
     def append(self, text: bytes) -> None:
-        """Writes a line, to which its end is added."""
+        """Appends a line, with a newline."""
         with os_errors_as_storage_errors("write", self._path, len(text)):
             rest = text + b"\n"
             while rest:
@@ -41,12 +41,12 @@ class Lines:
 class Line(NamedTuple):
     """One line, read back."""
 
-    text: bytes  # with its end
-    end: int  # where the next line begins, in bytes
+    text: bytes  # with its newline
+    end: int  # start of the next line, in bytes
 
 
 def read_lines(path: Path, start: int = 0) -> Iterator[Line]:
-    """The whole lines from a byte on."""
+    """The complete lines from a byte offset on."""
     with fs.open_file(path) as source, os_errors_as_storage_errors("read", path):
         source.seek(start)
         while (text := source.readline()).endswith(b"\n"):
@@ -55,7 +55,7 @@ def read_lines(path: Path, start: int = 0) -> Iterator[Line]:
 
 
 def keep_lines(path: Path, kept: Sequence[Line]) -> None:
-    """Cuts out all other lines, and a last one that was cut off; the file is old or new."""
+    """Removes all other lines, and an incomplete last one, atomically."""
     content = b"".join(line.text for line in kept)
     if len(content) < path.stat().st_size:
         fs.publish(path, content)

@@ -1,7 +1,7 @@
-"""Locks: one owner per output folder, who writes into the lock file who it is.
+"""Locks: one owner per output folder; the lock file describes the owner.
 
-A lock saves work; it does not protect data: what is committed is created if it is absent, with or
-without one. The system releases the lock of a process that dies, and a forked child has none.
+A lock saves work but does not protect data: results are created only if absent, with or without a
+lock. The system releases the lock of a process that dies, and a forked child has none.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ....schemas.errors import LockedError, os_errors_as_storage_errors
 
 
 def lock_of(root: Path) -> Path:
-    """The file whose lock makes a process the owner of an output folder."""
+    """The lock file of an output folder."""
     return root / "_align" / "LOCK"
 
 
 @contextmanager
 def owner_lock(root: Path, run_id: str) -> Iterator[None]:
-    """Makes this process the owner of an output folder; LockedError when there is one."""
+    """Makes this process the owner of an output folder; LockedError if there is another."""
     with try_owner_lock(root, run_id) as is_owner:
         if not is_owner:
             owner = lock_of(root).read_text(errors="replace").strip() or "another process"
@@ -53,7 +53,7 @@ def try_owner_lock(root: Path, run_id: str) -> Iterator[bool]:
 
 
 def is_owned(root: Path) -> bool:
-    """Whether a process works there now; also who may only read the folder can ask."""
+    """Whether a process owns the folder now; read permission is enough to ask."""
     if not lock_of(root).exists():
         return False
     with lock_of(root).open("rb") as file:
@@ -65,8 +65,8 @@ def is_owned(root: Path) -> bool:
 
 
 @contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Held by one thread of one process at a time; the lock of a dead one is released."""
+def locked(path: Path) -> Iterator[None]:
+    """Locks a file for one thread of one process; the lock of a dead process is released."""
     lock = FileLock(path, thread_local=False, poll_interval=0.01)
     with os_errors_as_storage_errors("lock", path):
         lock.acquire()

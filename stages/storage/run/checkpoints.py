@@ -1,11 +1,11 @@
 """Saves, finds and prunes checkpoints: all files are durable before one rename commits them.
 
 Every rank writes into one draft folder and reports the length and digest of its files. Rank zero
-compares the folder with the reports, adds the record, and gives the folder its name. A checkpoint
-counts if its record is there and the sizes match; before a run resumes from it, each rank compares
-the digests of its share of the files.
+compares the folder with the reports, adds the record, and renames the folder. A checkpoint counts
+if its record exists and the sizes match. Before a run resumes from it, each rank verifies the
+digests of its part of the files.
 
-The newest few checkpoints are kept, the best one, and always the one that `latest` names.
+The newest few checkpoints, the best one and the one that `latest` names are kept.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def save_checkpoint(
     rank: int,
     gather: Callable[[Any], Sequence[Any]],
 ) -> str:
-    """Saves a checkpoint together with all other ranks; if one of them fails, there is none.
+    """Saves a checkpoint together with all other ranks; if one fails, none is saved.
 
-    `record` has no files yet. `write` fills the folder it is given and returns the relative paths
-    of this rank's own files. `gather` returns the values of all ranks. Returns the reason why there
-    is no checkpoint, the same on every rank; empty if there is one.
+    `record` has no files yet. `write` fills a folder and returns the relative paths of this rank's
+    own files. `gather` returns the values of all ranks. Returns the reason of a failure, the same
+    on every rank; empty if the checkpoint was saved.
     """
     step = record.state.step
     draft = folder.draft(step, run_id)
@@ -64,7 +64,7 @@ def save_checkpoint(
             _commit(folder, draft, record, reports)
         except StorageError as error:
             failure = str(error)
-            with suppress(StorageError):  # else the next start removes the draft
+            with suppress(StorageError):  # then the next start removes the draft
                 if draft.exists():
                     fs.rename(draft, trash_name(draft))
                 folder.empty_trash()
@@ -82,7 +82,7 @@ def _commit(
     record: Checkpoint,
     reports: Sequence[tuple[list[CheckpointFile], str]],
 ) -> None:
-    """Adds the record to a draft that is what the ranks reported, and gives it its name."""
+    """Compares a draft with the ranks' reports, adds the record, and renames the draft."""
     if failed := [f"rank {rank}: {why}" for rank, (_, why) in enumerate(reports) if why]:
         raise StorageError("; ".join(failed))
     files = sorted((file for made, _ in reports for file in made), key=lambda file: file.path)
@@ -102,7 +102,7 @@ def _commit(
     for path in (*(path for path in draft.rglob("*") if path.is_dir()), draft):
         fs.fsync(path)
     final = folder.step(record.state.step)
-    if final.exists():  # of a run that then resumed from an older checkpoint
+    if final.exists():  # left by a run that later resumed from an older checkpoint
         fs.rename(final, trash_name(final))
     fs.rename(draft, final)
     fs.fsync(folder.checkpoints)
@@ -110,16 +110,16 @@ def _commit(
 
 
 def replace_state(folder: RunFolder, state: State) -> None:
-    """Gives the checkpoint of a step the state with its evaluation; one rank does this.
+    """Adds an evaluation to the saved state of a checkpoint; one rank does this.
 
-    It was saved without one, as the evaluation was stopped and made when the run resumed.
+    The evaluation was interrupted before the checkpoint, and done when the run resumed.
     """
     path = folder.step(state.step)
     CHECKPOINTS.replace(path / RECORD_NAME, dataclasses.replace(read_checkpoint(path), state=state))
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """The record of a checkpoint, without a check of its files."""
+    """The record of a checkpoint; its files are not checked."""
     try:
         return CHECKPOINTS.read(path / RECORD_NAME)
     except StorageError as error:
@@ -128,7 +128,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def whole_checkpoints(folder: RunFolder) -> Iterator[Checkpoint]:
-    """The checkpoints by their records and sizes: the one that `latest` names, then the newest."""
+    """The complete checkpoints by records and sizes: the one in `latest`, then the newest."""
     for step in _in_order(folder):
         path = folder.step(step)
         try:
@@ -136,7 +136,7 @@ def whole_checkpoints(folder: RunFolder) -> Iterator[Checkpoint]:
             for file in checkpoint.files:
                 found = path / file.path
                 if not found.is_file() or found.stat().st_size != file.bytes:
-                    raise CHECKPOINTS.damaged(path, f"{file.path} has not {file.bytes} bytes")
+                    raise CHECKPOINTS.damaged(path, f"{file.path} does not have {file.bytes} bytes")
         except CorruptionError as error:
             logger.warning("%s", error)
         else:
@@ -154,7 +154,7 @@ def _in_order(folder: RunFolder) -> list[int]:
 
 
 def damage(path: Path, checkpoint: Checkpoint, rank: int = 0, ranks: int = 1) -> str:
-    """The first damaged file in a rank's share of a checkpoint; empty if there is none."""
+    """The first damaged file in a rank's part of a checkpoint; empty if there is none."""
     by_size = sorted(checkpoint.files, key=lambda file: -file.bytes)
     for file in by_size[rank::ranks]:
         try:
@@ -165,13 +165,13 @@ def damage(path: Path, checkpoint: Checkpoint, rank: int = 0, ranks: int = 1) ->
     return ""
 
 
-# A metric with one of these between its slashes is best where it is lowest.
+# A metric with one of these between its slashes is best at its lowest value.
 LOWEST = frozenset({"loss", "nll", "kl", "rejected", "grad_norm", "errors"})
 
 
 @dataclass(frozen=True)
 class WantedMetric:
-    """The metric that makes a checkpoint the best."""
+    """The metric that chooses the best checkpoint."""
 
     metric: str
     is_lowest: bool
@@ -186,15 +186,15 @@ def wanted(best: str) -> WantedMetric:
 
 
 def best_first(values: Mapping[int, float], best: str) -> list[int]:
-    """Steps by their value, the best first, and of equals the earliest."""
+    """Steps by value, the best first; among equals, the earliest first."""
     sign = 1.0 if wanted(best).is_lowest else -1.0
     return sorted(values, key=lambda step: (sign * values[step], step))
 
 
 def best_checkpoint(folder: RunFolder, best: str) -> Checkpoint | None:
-    """The checkpoint with the best value; None where none has a value.
+    """The checkpoint with the best value; None if none has a value.
 
-    One without a readable record is refused: it may be the best.
+    A checkpoint with an unreadable record is an error: it may be the best.
     """
     metric = wanted(best).metric
     records = {step: read_checkpoint(folder.step(step)) for step in folder.steps()}
@@ -204,13 +204,13 @@ def best_checkpoint(folder: RunFolder, best: str) -> Checkpoint | None:
 
 
 def prune(folder: RunFolder, *, newest: int, keep_last: int, best: str) -> None:
-    """Removes checkpoints but the last few, the best, the newest and that of `latest`."""
+    """Removes all checkpoints except the last few, the best, the newest and the one in `latest`."""
     past = [step for step in folder.steps() if step <= newest]
     kept = {*past[-keep_last:], newest, folder.latest_step()}
     if best:
         metric, known = wanted(best).metric, dict[int, float]()
         for step in past:
-            with suppress(CorruptionError):  # a damaged one has no known value
+            with suppress(CorruptionError):  # a damaged checkpoint has no known value
                 metrics = read_checkpoint(folder.step(step)).state.metrics
                 if metric in metrics:
                     known[step] = metrics[metric]

@@ -1,23 +1,23 @@
 """The folder of a training run.
 
 metrics.jsonl                   one line per logged step
-nonfinite.jsonl                 rows of the steps that gave NaN or infinity, if there were any
+nonfinite.jsonl                 rows of steps with NaN or infinity, if any
 evaluations/step-<n>.csv        single held-out completions, a line each
-rows.parquet                    the margin of each training row at each visit
-answers.jsonl                   held-out prompts, answered before training and after
+rows.parquet                    the margin of each training row at each step that ran it
+answers.jsonl                   answers to held-out prompts before and after training
 report.html                     all of this on one page
-config.yaml                     the settings the run began with
+config.yaml                     the settings at the start of the run
 deepspeed.json                  the configuration of DeepSpeed
-checkpoints/step-<n>/           whole checkpoints; `latest` names the newest
+checkpoints/step-<n>/           complete checkpoints; `latest` names the newest
 checkpoints/.tmp-<n>-<run id>/  one that is being written; .trash-…: one that is being removed
 model/                          the trained policy of a finished run
 model-merged/                   an adapter's policy with the adapter merged into it
 _align/LOCK                     locked by the process that trains here
-_align/ending.json              how the run ended; missing while it runs, or after a kill
-_align/run.json                 what trackers are sent of the run, beside metrics.jsonl
-_align/sent.json                how much of it each tracker has
-_align/rows/<rank>.jsonl        the lines that rows.parquet is made of
-_align/artifacts/               copies of files from elsewhere that trackers have to be sent
+_align/ending.json              the status at the end; missing while the run runs, or after a kill
+_align/run.json                 the run's data for trackers, except metrics.jsonl
+_align/sent.json                how much of the run each tracker has
+_align/rows/<rank>.jsonl        the lines from which rows.parquet is made
+_align/artifacts/               copies of other files for trackers
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ class RunFolder:
 
     @property
     def loadable(self) -> Path:
-        """The model for whoever loads it: where an adapter was merged, the merged one."""
+        """The model to load: the merged one, if an adapter was merged."""
         return self.merged if self.merged.exists() else self.model
 
     # Tables of evaluations and of training rows
 
     def evaluation(self, number: int) -> Path:
-        """The table of single completions, measured after a step."""
+        """The table of single completions of the evaluation after a step."""
         return self.root / "evaluations" / f"step-{number:08d}.csv"
 
     def evaluations(self) -> dict[int, Path]:
@@ -92,28 +92,28 @@ class RunFolder:
                 fs.unlink(path)
 
     def rows_written(self) -> list[Path]:
-        """The files of the margins of rows, one of each rank."""
+        """The files of row margins, one per rank."""
         return sorted(self.row_parts.glob("*.jsonl"))
 
     # Checkpoints
 
     def step(self, number: int) -> Path:
-        """Where the checkpoint of a step is, or will be."""
+        """The folder of a step's checkpoint."""
         return self.checkpoints / f"step-{number:08d}"
 
     def draft(self, number: int, run_id: str) -> Path:
-        """Where the checkpoint of a step is while it is written."""
+        """The folder of a step's checkpoint while it is written."""
         return self.checkpoints / f".tmp-{number:08d}-{run_id}"
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, whole or damaged, in rising order."""
+        """The steps with a checkpoint, complete or damaged, in rising order."""
         if not self.checkpoints.is_dir():
             return []
         found = map(STEP_NAME.fullmatch, (path.name for path in self.checkpoints.iterdir()))
         return sorted(int(name[1]) for name in found if name)
 
     def latest_step(self) -> int | None:
-        """The step that `latest` names, even if its checkpoint is missing."""
+        """The step in `latest`, even if its checkpoint is missing."""
         try:
             text = fs.read_bytes(self.latest).decode("ascii", "replace")
         except StorageError:
@@ -124,7 +124,7 @@ class RunFolder:
     # The folder itself
 
     def prepare(self) -> None:
-        """Makes the folders; refuses a folder that holds something else."""
+        """Makes the folders; refuses a folder with other content."""
         refuse_foreign(self.root, is_ours=self._is_ours, what="training run")
         make_place(self.root, self.private)
         fs.make_folder(self.checkpoints)
@@ -135,9 +135,9 @@ class RunFolder:
         return self.private.is_dir() and not is_cache and not is_output(self.private)
 
     def require_new(self) -> None:
-        """Refuses to begin a run where one has begun already; the owner calls it.
+        """Refuses to start a run where one has started; the owner calls it.
 
-        A run that ended before it measured anything, as by a wrong setting, has nothing to lose.
+        A run that ended before it measured anything, for example by a wrong setting, may be lost.
         """
         steps = self.steps()
         if not (self.model.exists() or steps or self.metrics.exists()):
@@ -150,7 +150,7 @@ class RunFolder:
         )
 
     def left_over(self) -> list[Path]:
-        """The files and folders that killed runs left half written or half removed."""
+        """The half-written and half-removed files and folders of killed runs."""
         if not self.root.is_dir():
             return []
         folders = (self.root, self.checkpoints, self.root / "evaluations", self.private)
@@ -159,23 +159,23 @@ class RunFolder:
         return sorted(path for path in found if LEFT_OVER.fullmatch(path.name))
 
     def sweep(self) -> None:
-        """Removes what killed runs left half written; the owner calls it at start."""
+        """Removes the half-written files of killed runs; the owner calls it at start."""
         doomed = self.left_over()
-        # First their renames: after a power loss no half-emptied folder may have its old name.
+        # Renames first: after a power loss no half-emptied folder may have its old name.
         for parent in sorted({path.parent for path in doomed if path.is_dir()}):
             fs.fsync(parent)
         for path in doomed:
             (fs.remove_tree if path.is_dir() else fs.unlink)(path)
 
     def empty_trash(self) -> None:
-        """Removes for good what was renamed to be removed."""
-        fs.fsync(self.checkpoints)  # first the renames, as above
+        """Deletes the folders that were renamed for removal."""
+        fs.fsync(self.checkpoints)  # renames first, as above
         for path in sorted(self.checkpoints.glob(".trash-*")):
             fs.remove_tree(path)
 
 
 def run_folder_of(output: str) -> RunFolder:
-    """The folder that a run works in: its output, or one on this machine for a bucket."""
+    """The local folder of a run: its output, or a work folder if the output is in a bucket."""
     if not is_remote(output):
         return RunFolder(Path(output))
     from ..copies import work_folder  # noqa: PLC0415 - only a bucket needs it
@@ -189,12 +189,12 @@ def trash_name(path: Path) -> Path:
 
 
 def read_ending(folder: RunFolder) -> Ending | None:
-    """How the run ended; None if it has not, or if it was killed."""
+    """The status at the end of the run; None if it still runs or was killed."""
     return ENDINGS.find(folder.ending)
 
 
 def remove_model(target: Path) -> None:
-    """Removes a model's folder, if there is one; at no moment half of it is there."""
+    """Removes a model's folder, if it exists, atomically."""
     if target.exists():
         trash = trash_name(target)
         fs.rename(target, trash)
@@ -207,7 +207,7 @@ def save_model(target: Path, write: Callable[[Path], object], run_id: str) -> No
     draft = target.with_name(f".tmp-{target.name}-{run_id}")
     fs.make_folder(draft)
     write(draft)
-    # Some libraries let nobody else read their files: all get the permissions of a new one.
+    # Some libraries write files that only their owner can read: all get default permissions.
     usual = draft / f".{secrets.token_hex(8)}.tmp"
     usual.touch()
     mode = stat.S_IMODE(usual.stat().st_mode)
@@ -221,5 +221,5 @@ def save_model(target: Path, write: Callable[[Path], object], run_id: str) -> No
         fs.rename(target, trash)
     fs.rename(draft, target)
     fs.fsync(target.parent)
-    if trash.exists():  # only now: a power loss can no longer bring its old name back
+    if trash.exists():  # after the sync: a power loss cannot bring its old name back
         fs.remove_tree(trash)

@@ -1,8 +1,8 @@
-"""A run whose --output is in a bucket: it works in a local folder, and is pushed from there.
+"""A run whose --output is in a bucket: it works in a local folder and uploads its files.
 
-The bucket holds the same files under the same names as the folder of a run. Of a checkpoint
-`align_checkpoint.json` is written after all other files and removed before them, and
-`_align/ending.json` is the last file of all. Any machine resumes from what the bucket holds.
+The bucket holds the same files under the same names as the folder of a run. A checkpoint's
+`align_checkpoint.json` is written after its other files and removed before them, and
+`_align/ending.json` is written last of all. Any machine can resume from the bucket.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ....schemas.checkpoint import Checkpoint
 from ....schemas.errors import CorruptionError, UsageError, damaged, log_failure
 from ....schemas.json_codec import CodecError, from_signed_json
 from ..disk import fs
-from ..disk.locks import held
+from ..disk.locks import locked
 from ..remote import Remote, Version
 from .checkpoints import read_checkpoint, whole_checkpoints
 from .run_folder import RECORD_NAME, RunFolder, run_folder_of, trash_name
@@ -37,7 +37,7 @@ def run_remote_of(output: str) -> RunRemote:
 
 
 class RunRemote:
-    """A run in a bucket, and the folder it works in on this machine."""
+    """A run in a bucket, and its work folder on this machine."""
 
     def __init__(self, remote: Remote, folder: RunFolder) -> None:
         self.remote = remote
@@ -45,7 +45,7 @@ class RunRemote:
         self._pushed: dict[str, tuple[int, int, int]] = {}  # inode, size and time of each file
 
     def require_new(self) -> None:
-        """Refuses to begin a run where one is."""
+        """Refuses to start a run where one exists."""
         if self._listed():
             raise UsageError(
                 f"{self.remote.url} holds a run. Continue it with --resume auto, or choose another "
@@ -54,7 +54,7 @@ class RunRemote:
 
     @contextmanager
     def pushed_at_end(self) -> Iterator[None]:
-        """Pushes the run however the block ends; a failure to do so does not hide another."""
+        """Uploads the run at the end of the block; a failure hides no error of the block."""
         try:
             yield
         except BaseException:
@@ -64,13 +64,13 @@ class RunRemote:
         self.push()
 
     def push(self) -> None:
-        """Uploads the files that changed, then removes those that the folder has no more."""
+        """Uploads the files that changed, then deletes objects whose files are gone."""
         folder = self.folder
         if not folder.metrics.exists():
-            return  # it ended before it measured anything
+            return  # the run ended before it measured anything
         stored = self._listed()
         if not folder.ending.exists():
-            self.remote.delete({ENDING} & stored.keys())  # the run is being continued
+            self.remote.delete({ENDING} & stored.keys())  # the run was resumed
         files = dict(self._files())
         for name, path in files.items():
             if not name.startswith("checkpoints/"):
@@ -85,7 +85,7 @@ class RunRemote:
             self._push_file(ENDING, folder.ending)
 
     def _files(self) -> Iterator[tuple[str, Path]]:
-        """The files of the folder that the bucket holds too; `_align/ending.json` is left out."""
+        """The files to upload, except `_align/ending.json`."""
         for path in sorted(self.folder.root.rglob("*")):
             name = path.relative_to(self.folder.root).as_posix()
             is_draft = "/." in f"/{name}"
@@ -103,17 +103,17 @@ class RunRemote:
             return
         stored = self.remote.get(name)
         if stored is None or not _is_of(stored, checkpoint):
-            # The bucket holds none, or one of this run at an earlier time.
+            # The bucket has no such checkpoint, or an earlier one of this run.
             self.remote.delete([] if stored is None else [name])
             for file in checkpoint.files:
                 self.remote.put(f"checkpoints/{source.name}/{file.path}", source / file.path)
         self._push_file(name, record)
 
     def pull(self) -> None:
-        """Brings the folder to what the bucket holds; one rank of a machine does it."""
+        """Makes the folder equal to the bucket; one rank of a machine does it."""
         folder, stored = self.folder, self._listed()
         records = [name for name in stored if RECORD.fullmatch(name)]
-        with held(folder.private / "PULL"):
+        with locked(folder.private / "PULL"):
             fs.make_folder(folder.checkpoints)
             newest = max((PurePosixPath(name).parts[1] for name in records), default="")
             is_behind = newest > max(
@@ -125,7 +125,7 @@ class RunRemote:
             if any(pulled):
                 latest = folder.step(folder.steps()[-1])
                 fs.publish(folder.latest, f"{latest.name}\n".encode())
-            if ENDING in stored:  # else its models may be half uploaded
+            if ENDING in stored:  # otherwise its models may be half uploaded
                 models = [name for name in MODELS if not (folder.root / name).exists()]
                 for model in models:
                     names = [name for name in stored if name.startswith(f"{model}/")]
@@ -135,15 +135,15 @@ class RunRemote:
 
     def _pull_records(self, stored: Iterable[str]) -> None:
         folder = self.folder
-        fs.unlink(folder.ending)  # of what this machine had; the bucket has its own, if any
+        fs.unlink(folder.ending)  # this machine's; the bucket may have its own
         apart = tuple(f"{name}/" for name in ("checkpoints", *MODELS))
         targets = {name: folder.root / name for name in stored if not name.startswith(apart)}
         self.remote.fetch_all(targets)
         for path in {*folder.rows_written()} - {*targets.values()}:
-            fs.unlink(path)  # of steps that another machine has trained anew
+            fs.unlink(path)  # of steps that another machine trained again
 
     def _pull_checkpoint(self, name: str) -> bool:
-        """Fetches a checkpoint, by its record, that this machine does not have; whether it did."""
+        """Fetches a checkpoint unless this machine has it; returns whether it was fetched."""
         payload = self.remote.get(name) or b""
         try:
             checkpoint = from_signed_json(Checkpoint, payload)
@@ -167,7 +167,7 @@ class RunRemote:
         return True
 
     def _listed(self) -> dict[str, Version]:
-        """The objects of the run; refuses a place that holds something else."""
+        """The objects of the run; refuses a location with other content."""
         stored = self.remote.list()
         if foreign := {name.partition("/")[0] for name in stored} - OURS:
             raise UsageError(
@@ -183,7 +183,7 @@ def _state(path: Path) -> tuple[int, int, int]:
 
 
 def _is_of(stored: bytes, checkpoint: Checkpoint) -> bool:
-    """Whether a stored record names the files of this checkpoint; its metrics may differ."""
+    """Whether a stored record lists the files of this checkpoint; its metrics may differ."""
     try:
         return bool(from_signed_json(Checkpoint, stored).files == checkpoint.files)
     except CodecError:

@@ -22,7 +22,7 @@ from align.stages.data.files import (
     rows_of,
     slices_of,
 )
-from align.stages.data.readers import Piece
+from align.stages.data.readers import FilePart
 from align.stages.data.records import read_records, records_in
 from support.data_files import array, arrow, gzipped, lines, parquet, separated, zstd
 from support.patience import PATIENCE
@@ -115,8 +115,8 @@ def test_a_line_belongs_to_the_slice_in_which_it_begins(tmp_path, start):
     assert list(rows_of(file, ())) == whole
     begins = [0, len(start) + 9, len(start) + 21]
     for cut in range(4, file.bytes):
-        pieces = Piece(0, cut, 0), Piece(cut, file.bytes, 0)
-        first, second = (list(rows_of(file, (), piece)) for piece in pieces)
+        parts = FilePart(0, cut, 0), FilePart(cut, file.bytes, 0)
+        first, second = (list(rows_of(file, (), part)) for part in parts)
         assert first + second == whole
         assert len(first) == sum(begin < cut for begin in begins)
 
@@ -131,7 +131,7 @@ def test_slices_hold_every_row_once_in_order(tmp_path, monkeypatch, name):
     for most in (60, 400):
         monkeypatch.setattr(files, "LEAST_SLICE", most)
         slices = slices_of(inputs, shape.columns)
-        found = [[*records_in(inputs[0], shape, 0, piece)] for (piece,) in slices]
+        found = [[*records_in(inputs[0], shape, 0, part)] for (part,) in slices]
         assert [one.prompt for each in found for one in each] == [row["prompt"] for row in rows]
         assert all([one.row for one in each] == list(range(len(each))) for each in found)
         assert (len(slices) > 3) == (name in CUTTABLE)

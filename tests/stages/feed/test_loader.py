@@ -167,7 +167,7 @@ def test_steps_are_the_same_for_any_world_and_budget(mixed, kind, world, batch_s
         for batch in many:
             assert batch.rows == sum(len(micro.trees) for each in many for micro in each.own)
             most = min(7, len(branches))
-            assert (batch.branches, batch.mismatched_branches) == (len(branches), most)
+            assert (batch.completions, batch.mismatched_completions) == (len(branches), most)
             assert batch.tokens == sum(len(branch[2]) for branch in branches)
             good = [len(branch[2]) for branch in branches if branch[3] in {C, D}]
             assert batch.chosen_tokens == sum(good)

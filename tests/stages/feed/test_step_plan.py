@@ -85,7 +85,7 @@ def test_rows_that_were_seen():
 def pairs_of(plan):
     pairs = plan.pairs
     return list(
-        zip(pairs.rows.tolist(), pairs.partners.tolist(), pairs.branches.tolist(), strict=True)
+        zip(pairs.rows.tolist(), pairs.partners.tolist(), pairs.completions.tolist(), strict=True)
     )
 
 
@@ -94,7 +94,7 @@ def test_each_completion_meets_its_partners_in_turn():
     ways = [({"epoch": epoch}, [epoch % 3]) for epoch in range(4)]
     for changed, levels in [*ways, ({"kl_use": "all"}, [0, 1, 2])]:
         for plan in epoch_of(table, **changed):
-            counts = table.num_branches(plan.rows).tolist()
+            counts = table.num_completions(plan.rows).tolist()
             assert pairs_of(plan) == [
                 (place, level, branch)
                 for place, count in enumerate(counts)

@@ -79,7 +79,10 @@ def test_labels_are_counted_over_training_rows(scored_rows, mixed, tmp_path):
     assert opened(mixed, kind="labelled").labels == Labels(10 + 14, 10 + 7)
     split = opened(mixed, kind="labelled", eval_fraction=0.4)
     assert 0 < split.eval_rows < 17
-    assert split.labels.desirable + split.labels.undesirable == split.train.sizes.branch_offsets[-1]
+    assert (
+        split.labels.desirable + split.labels.undesirable
+        == split.train.sizes.completion_offsets[-1]
+    )
     blocks = [block_of(3, roles=(Role.UNDESIRABLE,)), block_of(2, roles=(Role.DESIRABLE,))]
     source = opened(write_cache(tmp_path / "labels", blocks), kind="imitated")
     assert (source.train_rows, source.labels) == (2, Labels(2, 0))

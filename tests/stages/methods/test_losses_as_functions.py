@@ -12,7 +12,7 @@ import torch
 import align
 from align.schemas.errors import UsageError
 from align.stages.methods import api as losses
-from align.stages.methods.recipe import is_good
+from align.stages.methods.objective import is_good
 from align.stages.methods.table import METHODS, options_of
 from support.method_steps import MISMATCHED, WORDS, each, random_branches, step_of, take
 from support.refusals import refuses
@@ -28,14 +28,14 @@ def arguments_of(name, whole):
         "kl_logps": zero_point,
         "reference_kl_logps": torch.zeros_like(zero_point),
     }
-    of_branches = {
+    of_completions = {
         "logps": whole.logps,
         "num_tokens": whole.num_tokens,
         "scores": whole.logps if METHODS[name].head == "score" else whole.scores,
         "reference_logps": whole.reference,
         "reference_scores": whole.reference,
     }
-    for of_all, tensor in of_branches.items():
+    for of_all, tensor in of_completions.items():
         _, prefix, last = of_all.rpartition("reference_")
         values[of_all] = tensor
         values[f"{prefix}chosen_{last}"] = tensor[0::2]

@@ -6,7 +6,7 @@ import torch
 
 from align.schemas.errors import UsageError
 from align.stages.methods.modifiers import Modifiers
-from align.stages.methods.table import METHODS, recipe_of
+from align.stages.methods.table import METHODS, objective_of
 from support.method_steps import (
     IN_USE,
     LABELS,
@@ -18,7 +18,7 @@ from support.method_steps import (
     random_rows,
     rows_of,
     take,
-    take_recipe,
+    take_objective,
 )
 from support.refusals import refuses
 
@@ -70,14 +70,14 @@ def test_humanline_of_means_and_of_log_probs_without_a_reference():
     assert taken.token_gradient.tolist() == pytest.approx([-1.1, -0.1, 1.0, 1.0])
     assert taken.means["logps/chosen"] == pytest.approx(-3.5)
     for name in ("simpo", "slic"):  # a cache need not keep what no loss reads
-        assert recipe_of(name, humanline.active).needs == frozenset()
+        assert objective_of(name, humanline.active).needs == frozenset()
 
 
 def test_in_a_mixture_each_method_sees_its_own_clamped_numbers():
     how = {"humanline": True, "log_eps_p": -0.4, "log_eps_r": 0.3}
     whole = pairs(*random_rows((2, 2, 2)))
-    parts = [take_recipe(recipe_of(name, how), whole) for name in ("simpo", "dpo")]
-    both = take_recipe(recipe_of("simpo:2+dpo:0.5", how), whole)
+    parts = [take_objective(objective_of(name, how), whole) for name in ("simpo", "dpo")]
+    both = take_objective(objective_of("simpo:2+dpo:0.5", how), whole)
     expected = 2 * parts[0].loss + 0.5 * parts[1].loss
     assert both.reported == pytest.approx(expected, rel=1e-12)
 
@@ -99,7 +99,7 @@ def test_mean_ratios_divides_each_branch_by_its_own_length():
         assert taken.means["rewards/margins"] == pytest.approx(0.3)
     # And kto's z, which is a mean of what the same division makes of mismatched branches.
     whole = rows_of([Said((1.5,) * 4), Said((-3.0,) * 3)], roles=LABELS)
-    assert recipe_of("kto", mean.active).ratios(whole).tolist() == pytest.approx([1.5, -3.0])
+    assert objective_of("kto", mean.active).ratios(whole).tolist() == pytest.approx([1.5, -3.0])
     taken = take(METHODS["kto"], whole, modifiers=mean, mismatched=(0.5,))
     # 1 - S(.1 (1.5 - .5)) and 1 - S(.1 (.5 + 3))
     assert taken.losses.tolist() == pytest.approx([0.475021, 0.413382], abs=5e-7)
@@ -153,8 +153,8 @@ def test_wpo_weighs_pairs_by_how_likely_the_policy_is_to_write_them():
     # e^-1.2 = .301194 of -LS(.3) = .554355.
     whole = pairs(
         [
-            Said((1.0, 1.0), logps=(-1.0, -2.0), purity=(-0.5, -0.7)),
-            Said((-1.0,), logps=(-0.5,), purity=(-0.2,)),
+            Said((1.0, 1.0), logps=(-1.0, -2.0), collision_logps=(-0.5, -0.7)),
+            Said((-1.0,), logps=(-0.5,), collision_logps=(-0.2,)),
         ]
     )
     taken = take(DPO, whole, modifiers=Modifiers(wpo=True))
@@ -163,7 +163,7 @@ def test_wpo_weighs_pairs_by_how_likely_the_policy_is_to_write_them():
     slope = math.exp(-1.2) * 0.1 / (1 + math.exp(0.3))
     assert taken.token_gradient.tolist() == pytest.approx([-slope, -slope, slope])
     # Above 1 if likelier than what the policy draws: log p - log p^2 = log 2 on either side.
-    surest = Said((0.0,), logps=(math.log(0.5),), purity=(math.log(0.25),))
+    surest = Said((0.0,), logps=(math.log(0.5),), collision_logps=(math.log(0.25),))
     taken = take(DPO, pairs([surest, surest]), modifiers=Modifiers(wpo=True))
     assert taken.loss == pytest.approx(4 * math.log(2))
 
@@ -191,11 +191,13 @@ def test_columns_of_the_data_ask_for_a_margin_and_weigh_rows():
 
 
 @each(MODIFIED)
-def test_a_modifier_a_method_takes_reaches_its_loss_and_no_likelihood(recipe):
-    whole = random_branches(recipe.rows, 8)
+def test_a_modifier_a_method_takes_reaches_its_loss_and_no_likelihood(objective):
+    whole = random_branches(objective.rows, 8)
     plain, changed = (
-        take_recipe(dataclasses.replace(recipe, modifiers=modifiers), whole, mismatched=(0.3,))
-        for modifiers in (Modifiers(), recipe.modifiers)
+        take_objective(
+            dataclasses.replace(objective, modifiers=modifiers), whole, mismatched=(0.3,)
+        )
+        for modifiers in (Modifiers(), objective.modifiers)
     )
     assert not torch.allclose(plain.losses, changed.losses)
     for metric in ("nll", "logps/chosen", "rewards/scores"):
@@ -207,4 +209,4 @@ def test_a_modifier_a_method_does_not_take_is_refused_with_those_that_do():
         for name in IN_USE.keys() - method.modifiers:
             able = ", ".join(each for each in METHODS if name in METHODS[each].modifiers)
             with refuses(UsageError, f"method.{name} ", method.name, f" {able}."):
-                recipe_of(method.name, IN_USE[name].active)
+                objective_of(method.name, IN_USE[name].active)

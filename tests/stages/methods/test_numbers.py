@@ -23,7 +23,7 @@ def run(name, whole, *, mismatched=Z, modifiers=None, **values):
 
 
 def labelled(*pairs):
-    """Branches of (label, log-ratio)."""
+    """Completions of (label, log-ratio)."""
     roles = {"+": Role.DESIRABLE, "-": Role.UNDESIRABLE}
     return branches([ratio for _, ratio in pairs], roles=[roles[label] for label, _ in pairs])
 

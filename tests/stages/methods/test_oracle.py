@@ -5,7 +5,7 @@ from collections import namedtuple
 import numpy as np
 import pytest
 
-from align.stages.methods.recipe import is_good
+from align.stages.methods.objective import is_good
 from align.stages.methods.table import METHODS, options_of
 from support.method_steps import MISMATCHED, each, random_branches, take
 

@@ -10,7 +10,7 @@ from align.pipeline.plan.cache_checks import read_spec_of
 from align.schemas.train_options import TrainOptions
 from align.stages.methods.losses import estimated, standardized
 from align.stages.methods.modifiers import Modifiers
-from align.stages.methods.table import METHODS, options_of, recipe_of
+from align.stages.methods.table import METHODS, objective_of, options_of
 from support.method_steps import Said, each, random_rows, rows_of, take
 
 pytestmark = pytest.mark.numeric
@@ -207,7 +207,7 @@ def test_ppo_of_an_unmoved_policy():
 
 def test_a_bad_label_is_a_score_of_minus_one_to_ppo_and_of_nought_to_grpo():
     for name, score in (("ppo", -1.0), ("grpo", 0.0)):
-        reading = read_spec_of(recipe_of(name, {}), TrainOptions(), policy="")
+        reading = read_spec_of(objective_of(name, {}), TrainOptions(), policy="")
         assert reading.rules.bad_score == score
 
 

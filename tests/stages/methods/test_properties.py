@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from align.schemas.rows import Role
-from align.stages.methods.table import recipe_of
+from align.stages.methods.table import objective_of
 from support.method_steps import (
     BY_NAME,
     LABELS,
     MISMATCHED,
-    RECIPES,
+    OBJECTIVES,
     ROLES,
     branches,
     each,
@@ -22,7 +22,7 @@ from support.method_steps import (
     num_rows,
     random_branches,
     take,
-    take_recipe,
+    take_objective,
 )
 
 EXTREMES = (0.0, -1e-8, -50.0, -1e4)
@@ -40,7 +40,7 @@ DIVERGING = [
     {"f_divergence": "alpha", "f_alpha": -2.0, "ld_alpha": 0.2, "humanline": True},
     {"ld_alpha": 0.0},
 ]
-EXTREME = RECIPES | {f"dpo {values}": (recipe_of("dpo", values),) for values in DIVERGING}
+EXTREME = OBJECTIVES | {f"dpo {values}": (objective_of("dpo", values),) for values in DIVERGING}
 
 
 @cache
@@ -94,15 +94,15 @@ def in_order(values):
 
 
 @each(EXTREME)
-def test_loss_and_gradient_are_finite_ten_thousand_nats_away(recipe):
-    for kl in (0.0, 1e4, -1e4) if "mismatched" in recipe.needs else (0.0,):
-        require_finite(take_recipe(recipe, corners(recipe.rows), mismatched=(kl,)))
+def test_loss_and_gradient_are_finite_ten_thousand_nats_away(objective):
+    for kl in (0.0, 1e4, -1e4) if "mismatched" in objective.needs else (0.0,):
+        require_finite(take_objective(objective, corners(objective.rows), mismatched=(kl,)))
 
 
-@each(RECIPES)
-def test_a_step_without_rows_gives_nothing_and_no_nan(recipe):
+@each(OBJECTIVES)
+def test_a_step_without_rows_gives_nothing_and_no_nan(objective):
     for mismatched in ((), MISMATCHED):
-        taken = take_recipe(recipe, random_branches(recipe.rows, 0), mismatched=mismatched)
+        taken = take_objective(objective, random_branches(objective.rows, 0), mismatched=mismatched)
         assert len(taken.losses) == len(taken.token_gradient) == 0
         assert (taken.means, taken.reported) == ({}, None)
         require_finite(taken)
@@ -119,19 +119,19 @@ def test_what_a_single_row_label_or_candidate_cannot_tell_is_left_out(method):
                 assert (f"rewards/{name}" in taken.means) == (label in roles)
 
 
-@each(RECIPES)
-def test_any_way_to_deal_a_step_to_micro_batches_and_ranks_gives_the_same(recipe):
-    state = take_recipe(recipe, random_branches(recipe.rows, 5, seed=9)).state
+@each(OBJECTIVES)
+def test_any_way_to_deal_a_step_to_micro_batches_and_ranks_gives_the_same(objective):
+    state = take_objective(objective, random_branches(objective.rows, 5, seed=9)).state
     # Rows of one branch make micro-batches of one label, or of a candidate without another.
-    sizes = (None, 1, 4) if recipe.rows in {"labelled", "grouped"} else (None,)
+    sizes = (None, 1, 4) if objective.rows in {"labelled", "grouped"} else (None,)
     for seed, per_row in enumerate(sizes):
         draw, hands = random.Random(seed), [[], [], [], []]  # the last of them gets nothing
-        whole = random_branches(recipe.rows, 5, seed=seed, per_row=per_row)
+        whole = random_branches(objective.rows, 5, seed=seed, per_row=per_row)
         for row in range(num_rows(whole)):
             draw.choice(hands[:3]).append(row)
         how = {"mismatched": MISMATCHED, "state": state}
-        once = take_recipe(recipe, whole, **how)
-        require_same(once, take_recipe(recipe, whole, **how, assignment=hands))
+        once = take_objective(objective, whole, **how)
+        require_same(once, take_objective(objective, whole, **how, assignment=hands))
         assert once.reported == pytest.approx(once.loss, rel=1e-12)
 
 

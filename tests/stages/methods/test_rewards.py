@@ -8,8 +8,8 @@ import torch
 
 from align.schemas.methods import Mean
 from align.schemas.rows import LEAST, Role
-from align.stages.methods.recipe import Part, Recipe
-from align.stages.methods.table import METHODS, options_of, recipe_of
+from align.stages.methods.objective import Objective, Term
+from align.stages.methods.table import METHODS, objective_of, options_of
 from support.method_steps import (
     IN_USE,
     MISMATCHED,
@@ -21,7 +21,7 @@ from support.method_steps import (
     pair,
     random_branches,
     take,
-    take_recipe,
+    take_objective,
 )
 
 SIDES = {"grouped": (Role.CANDIDATE, Role.CANDIDATE)}
@@ -40,13 +40,13 @@ COMPARISONS = {
 
 @each(COMPARISONS)
 def test_rewards_that_differ_by_rounding_are_ties_of_any_method(name, values):
-    recipe = recipe_of(name, values)
-    whole = random_branches(recipe.rows, 8, roles=SIDES.get(recipe.rows))
+    objective = objective_of(name, values)
+    whole = random_branches(objective.rows, 8, roles=SIDES.get(objective.rows))
     # Before the first step: each token is as likely as under the reference.
     tokens = replace(whole.tokens, reference=whole.tokens.logps.detach())
     scores = torch.tensor([1.0, -1.0] * 8).double()
     whole = replace(whole, reference=whole.logps.detach(), tokens=tokens, scores=scores)
-    if "reference" not in recipe.needs:  # then both sides of a row are as likely, and as long
+    if "reference" not in objective.needs:  # then both sides of a row are as likely, and as long
         # So likely that humanline clamps no token.
         sums, counts = (some.detach()[0::2] for some in (whole.logps / 50, whole.num_tokens))
         twice = (some.repeat_interleave(2).tolist() for some in (sums, counts.long()))
@@ -56,7 +56,7 @@ def test_rewards_that_differ_by_rounding_are_ties_of_any_method(name, values):
     for by, noise, told in ((0.9, up_and_down, (0.5, 1.0)), (9.0, gone_up, (1.0, 0.0))):
         off = by * LEAST * torch.tensor([*noise, *noise, *noise[:4]]).double()
         rounded = moved(whole, logps=whole.logps.detach() + off)
-        means = take_recipe(recipe, rounded, mismatched=MISMATCHED).means
+        means = take_objective(objective, rounded, mismatched=MISMATCHED).means
         assert (means["rewards/accuracies"], means["rewards/ties"]) == told
 
 
@@ -99,7 +99,7 @@ def test_a_tie_is_what_rounding_makes_in_the_dtypes_that_are_compared():
         ("reward", "float32", "bfloat16"): 1e-4,
     }
     for (name, *dtypes), rounding in roundings.items():
-        found = recipe_of(name, {}).computed_in(*dtypes).rounding
+        found = objective_of(name, {}).computed_in(*dtypes).rounding
         assert found == pytest.approx(rounding), (name, dtypes)
 
 
@@ -139,9 +139,9 @@ def told_of(*rows):
     flat = [branch for row in rows for branch in row]
     whole = branches([ratio for _, ratio in flat], roles=[role for role, _ in flat])
     numbers = [number for number, row in enumerate(rows) for _ in row]
-    part = Part(METHODS["kto_zero"], options_of(METHODS["kto_zero"], {"beta": 0.5}))
-    recipe = Recipe((part,), rounding=ROUNDING)
-    means = take_recipe(recipe, replace(whole, rows=torch.tensor(numbers))).means
+    part = Term(METHODS["kto_zero"], options_of(METHODS["kto_zero"], {"beta": 0.5}))
+    objective = Objective((part,), rounding=ROUNDING)
+    means = take_objective(objective, replace(whole, rows=torch.tensor(numbers))).means
     return [means.get(f"rewards/{name}") for name in ("accuracies", "ties")]
 
 
@@ -172,7 +172,7 @@ def test_a_row_of_one_label_or_of_a_reward_that_is_not_finite_has_no_accuracy():
 
 def test_a_margin_of_labels_is_the_difference_of_the_means_of_a_whole_step():
     def reported(means):
-        return recipe_of("kto", {}).reported({name: Mean(means[name], 1) for name in means})
+        return objective_of("kto", {}).reported({name: Mean(means[name], 1) for name in means})
 
     means = {"rewards/chosen": 0.75, "rewards/rejected": -0.5, "loss": 0.4}
     assert reported(means) == means | {"rewards/margins": 1.25}

@@ -1,4 +1,4 @@
-"""The output layer in tiles: log-probs, purity and gradients beside a log-softmax in float64."""
+"""The output layer in tiles: log-probs, collision log-probs, gradients, beside float64."""
 
 import math
 
@@ -16,7 +16,7 @@ from align.stages.model.fused_head import (
     compiled,
     fused_rows,
     grad_logits,
-    log_purity,
+    log_collision,
     log_sum_exp,
 )
 from support.rounding import NATS
@@ -46,7 +46,7 @@ def test_the_gradient_of_one_token_by_hand():
 def test_the_purity_of_one_token_by_hand():
     # z = (0, ln 3), so p = (1/4, 3/4) and log sum p ** 2 = log(1/16 + 9/16)
     head = OutputHead(torch.tensor([[0.0], [math.log(3)]]), None, HeadSpec())
-    rows = fused_rows(head, torch.ones(1, 1), torch.tensor([0]), purity=True)
+    rows = fused_rows(head, torch.ones(1, 1), torch.tensor([0]), collision_logps=True)
     assert rows.flatten().tolist() == pytest.approx([math.log(1 / 4), math.log(10 / 16)])
 
 
@@ -84,17 +84,19 @@ def test_logits_of_ten_thousand_in_several_tiles_do_not_overflow():
     weight = torch.zeros(WIDE, 1)
     weight[[0, -1]] = 1e4  # half and half: log(1/4 + 1/4)
     head = OutputHead(weight, None, HeadSpec())
-    rows = fused_rows(head, torch.ones(2, 1), torch.tensor([0, 1]), purity=True)
+    rows = fused_rows(head, torch.ones(2, 1), torch.tensor([0, 1]), collision_logps=True)
     assert rows[0].tolist() == pytest.approx([-math.log(2), -1e4 - math.log(2)], abs=2e-3)
     assert rows[1].tolist() == pytest.approx([-math.log(2)] * 2, abs=2e-3)
 
 
 def test_numbers_and_gradients_are_the_same_bits_whatever_else_is_asked_for():
     found = []
-    for purity in (False, True):
+    for collision_logps in (False, True):
         *leaves, targets, _ = head_case(WIDE, with_bias=True)
-        rows = fused_rows(OutputHead(*leaves[1:], HeadSpec()), leaves[0], targets, purity=purity)
-        rows.sum().backward()  # the purity's own slope is 1 here, and none of it comes through
+        rows = fused_rows(
+            OutputHead(*leaves[1:], HeadSpec()), leaves[0], targets, collision_logps=collision_logps
+        )
+        rows.sum().backward()  # the collision log-probs have slope 1, which is cut off
         with torch.inference_mode():
             scored = fused_logps(*leaves, targets, HeadSpec())
         found.append([rows[0], scored, *(leaf.grad for leaf in leaves)])
@@ -151,10 +153,10 @@ def test_what_a_gpu_makes_of_a_tile_is_what_float64_makes_of_it(logits, softcap)
     raw = logits.double().requires_grad_()
     shown = softcap * torch.tanh(raw / softcap) if softcap else raw
     tile = shown.detach().float()
-    sums, purity = log_sum_exp(tile).double(), log_purity(tile).double()
+    sums, collision_logps = log_sum_exp(tile).double(), log_collision(tile).double()
     torch.testing.assert_close(sums, shown.detach().logsumexp(1), rtol=0, atol=SUMS)
     exact = shown.detach().softmax(1).square().sum(1).log()
-    torch.testing.assert_close(purity, exact, rtol=0, atol=SUMS)
+    torch.testing.assert_close(collision_logps, exact, rtol=0, atol=SUMS)
     # They are the slopes of -log p.
     targets = torch.tensor([0, 5, 32, 40, -1, 7, 12])  # two are of other tiles
     inside = (targets >= 0) & (targets < 33)
@@ -184,7 +186,7 @@ def test_without_a_compiler_a_tile_is_computed_uncompiled_and_that_is_said_once(
 def fused_logps(hidden, weight, bias, targets, spec, buffer=None):
     """Log p of `targets` (T,)."""
     head = OutputHead(weight, bias, spec)
-    return fused_rows(head, hidden, targets, purity=False, buffer=buffer)[0]
+    return fused_rows(head, hidden, targets, collision_logps=False, buffer=buffer)[0]
 
 
 def head_case(vocabulary, *, with_bias=False, dtype=torch.float32):
@@ -199,15 +201,17 @@ def head_case(vocabulary, *, with_bias=False, dtype=torch.float32):
 
 
 def require_numbers(case, spec):
-    """Log-probs and purity are those of float64."""
+    """Log-probs and collision log-probs are those of float64."""
     hidden, weight, bias, targets, _ = case
-    found = fused_rows(OutputHead(weight, bias, spec), hidden, targets, purity=True).detach()
+    found = fused_rows(
+        OutputHead(weight, bias, spec), hidden, targets, collision_logps=True
+    ).detach()
     assert found.dtype == torch.float32
     logps = float64_log_softmax(hidden, weight, bias, spec).detach()
     chosen = logps.gather(1, targets[:, None]).squeeze(1)
     torch.testing.assert_close(found[0].double(), chosen, atol=NATS, rtol=0)
-    purity = logps.mul(2).logsumexp(1)
-    torch.testing.assert_close(found[1].double(), purity, atol=SUMS, rtol=0)
+    collision_logps = logps.mul(2).logsumexp(1)
+    torch.testing.assert_close(found[1].double(), collision_logps, atol=SUMS, rtol=0)
 
 
 def gradients(case, spec, buffer=None):

@@ -41,7 +41,7 @@ def test_the_policy_gives_the_references_numbers_to_the_last_bit_and_learns_whol
 
 @pytest.mark.parametrize("head", ["none", "values"])
 def test_no_trees_give_no_numbers_and_a_gradient_of_zero(llama, head):
-    policy = Policy(llama, head=head, purity=True)
+    policy = Policy(llama, head=head, collision_logps=True)
     rows = policy(())
     assert (rows.shape, rows.dtype) == ((len(policy.output_names), 0), torch.float32)
     rows.sum().backward()

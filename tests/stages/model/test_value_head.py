@@ -1,4 +1,4 @@
-"""Rows beside log-probs: the purity of every prediction, and a value read from its state."""
+"""Rows beside log-probs: collision log-probs, and values read from hidden states."""
 
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -31,22 +31,22 @@ SLOPES = slopes_of(num_tokens(TREES)), slopes_of(num_tokens(TREES), seed=1)
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 def test_values_purity_and_gradients_are_those_of_the_models_own_states(name, flex_on_cpu):
-    """The loss has a share of the purity, which has no gradient."""
+    """The loss has a share of the collision log-probs, which has no gradient."""
     model = tiny_model(*TREE_FAMILIES[name])
     turn_dropout_off(model)
-    policy = drawn(Policy(deepcopy(model), head="values", purity=True))
-    assert policy.output_names == ("logps", "purity", "values")
+    policy = drawn(Policy(deepcopy(model), head="values", collision_logps=True))
+    assert policy.output_names == ("logps", "collision_logps", "values")
     own = by_itself(model, policy.value_head)
     fastest = policy.path.layout
     ways = [(fastest, "fused"), (fastest, "exact"), ("plain", "exact")]
     for layout, head in [*ways, ("flex", "fused")] if name == "gemma2" else ways:
         policy.path = replace(policy.path, layout=layout, head=head)
         policy.zero_grad()
-        logps, purity, values = policy(TREES)
+        logps, collision_logps, values = policy(TREES)
         assert ((values - own.values).abs() < 1e-5 * own.sizes).all(), (head, layout)
-        torch.testing.assert_close(purity.double(), own.purity, atol=1e-4, rtol=0)
-        assert (purity <= 0).all()
-        (loss_of(logps, values) + 7 * purity.sum()).backward()
+        torch.testing.assert_close(collision_logps.double(), own.collision_logps, atol=1e-4, rtol=0)
+        assert (collision_logps <= 0).all()
+        (loss_of(logps, values) + 7 * collision_logps.sum()).backward()
         assert worst_parameter(policy, own.model) < 1e-5, (head, layout)
 
 
@@ -123,7 +123,7 @@ class Own:
     model: nn.Module
     values: torch.Tensor
     sizes: torch.Tensor  # what each value is the sum of, without signs: of it rounding is a part
-    purity: torch.Tensor
+    collision_logps: torch.Tensor
 
 
 def by_itself(model, value_head):

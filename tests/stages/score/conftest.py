@@ -55,7 +55,7 @@ def one_by_one():
         return [
             STUB.score([Tree(rows.prompts[row], (rows.completions[branch],))])
             for row in range(len(rows))
-            for branch in range(rows.branch_offsets[row], rows.branch_offsets[row + 1])
+            for branch in range(rows.completion_offsets[row], rows.completion_offsets[row + 1])
         ]
 
     return call

@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.stages.data.row_keys import key_rows
-from align.stages.score.reuse import EarlierCache, ReuseIndex, branch_keys
+from align.stages.score.reuse import EarlierCache, ReuseIndex, completion_keys
 from support.encoded_rows import encoded
 from support.made_caches import FACTS, commit_blocks
 
@@ -18,7 +18,7 @@ def by_content(rows):
     return [
         (tuple(rows.prompts[row].tolist()), tuple(rows.completions[branch].tolist()))
         for row in range(len(rows))
-        for branch in range(rows.branch_offsets[row], rows.branch_offsets[row + 1])
+        for branch in range(rows.completion_offsets[row], rows.completion_offsets[row + 1])
     ]
 
 
@@ -56,22 +56,22 @@ def block_of(*records):
 
 def test_the_boundary_is_part_of_what_a_branch_is(rows):
     keys = {
-        branch_keys(block_of(encoded(prompt, completion)))[0]
+        completion_keys(block_of(encoded(prompt, completion)))[0]
         for prompt, completion in [([1, 2], [3]), ([1], [2, 3]), ([1, 2, 3], [4]), ([1, 2], [3, 4])]
     }
     assert len(keys) == 4
     learned = {
-        branch_keys(block_of(encoded([1, 2], [3, 4], turns=[turns])))[0]
+        completion_keys(block_of(encoded([1, 2], [3, 4], turns=[turns])))[0]
         for turns in (None, np.array([1, 1], np.int16), *np.array([[0, 1], [1, 0]], np.int16))
     }
     assert len(learned) == 3  # so is what of it is learned; all of it need not be told
     assert len(keys & learned) == 1
     long = list(range(5, 200))
-    first, second = branch_keys(block_of(encoded([1, 2], long, [*long[:-1], 7])))
+    first, second = completion_keys(block_of(encoded([1, 2], long, [*long[:-1], 7])))
     assert first != second
     contents = by_content(rows)
-    assert len(set(zip(branch_keys(rows), contents, strict=True))) == len(set(contents))
-    assert len(set(branch_keys(rows))) == len(set(contents))
+    assert len(set(zip(completion_keys(rows), contents, strict=True))) == len(set(contents))
+    assert len(set(completion_keys(rows))) == len(set(contents))
 
 
 def test_a_shard_that_another_readable_file_replaced_is_not_copied_from(earlier, halves):

@@ -45,7 +45,7 @@ def test_sums_are_float64_of_the_float32_tokens_of_each_branch_alone(
     sums = sums_of(expected)
     assert scores.block.logps.dtype == np.float64
     assert np.abs(scores.block.logps - sums).max() <= 1e-13
-    assert (scores.branches, scores.reused) == (len(sums), 0)
+    assert (scores.completions, scores.reused) == (len(sums), 0)
     assert scores.rejected == ()
 
 
@@ -116,7 +116,7 @@ def test_what_never_fits_is_quarantined_in_every_row_that_holds_it(score, one_by
     )
     scores = score(block, Faulty(room=20))
     assert [(bad.row, bad.reason) for bad in scores.rejected] == [(1, "oom"), (3, "oom")]
-    for bad, branch in zip(scores.rejected, ("branch 0", "branch 1"), strict=True):
+    for bad, branch in zip(scores.rejected, ("completion 0", "completion 1"), strict=True):
         assert branch in bad.detail
         assert "52 tokens" in bad.detail
     assert scores.block.row.tolist() == [0, 2]
@@ -140,7 +140,7 @@ def test_a_row_without_a_finite_log_prob_is_quarantined_alone(score, value, keep
     assert scorer.batches == [[2 + 1 + 1 + 2 + 2 + 1 + 1], [2 + 2]]  # and once more, alone
     (bad,) = scores.rejected
     assert (bad.file, bad.row, bad.reason) == (0, 1, "nonfinite_logp")
-    assert "branch 0" in bad.detail
+    assert "completion 0" in bad.detail
     assert str(value) in bad.detail
     assert scores.block.row.tolist() == [0, 2]
     assert np.isfinite(scores.block.logps).all()
@@ -153,12 +153,12 @@ def test_a_log_prob_that_is_not_finite_spoils_no_neighbour_in_its_batch(
 ):
     token = int(rows.completions[0][0])
     is_bad = np.array([token in branch for branch in rows.completions])
-    bad_rows = np.unique(rows.row_of_branch[is_bad])
+    bad_rows = np.unique(rows.row_of_completion[is_bad])
     assert 0 < len(bad_rows) < len(rows) / 2
     scores = score(rows, Faulty(poison={token: np.inf}, spreads=True), budget=budget)
     assert reasons(scores) == {"nonfinite_logp": len(bad_rows)}
     assert scores.block.row.tolist() == np.delete(rows.row, bad_rows).tolist()
-    is_kept = ~np.isin(rows.row_of_branch, bad_rows)
+    is_kept = ~np.isin(rows.row_of_completion, bad_rows)
     kept = [tokens for tokens, keep in zip(one_by_one(rows), is_kept, strict=True) if keep]
     assert [list(tokens) for tokens in scores.block.token_logps] == list(map(list, kept))
     assert np.abs(scores.block.logps - sums_of(kept)).max() <= 1e-13
@@ -173,7 +173,7 @@ def test_one_text_behind_one_prompt_is_scored_once(score, one_by_one):
     scorer = Faulty()
     scores = score(rows, scorer)
     assert sorted(scorer.batches[0]) == [2 + 2 + 1 + 1, 2 + 2 + 2]
-    assert (scores.branches, scores.reused) == (8, 3)
+    assert (scores.completions, scores.reused) == (8, 3)
     assert [list(values) for values in scores.block.token_logps] == list(
         map(list, one_by_one(rows))
     )
@@ -217,7 +217,7 @@ def test_the_scorer_is_not_opened_when_nothing_is_to_be_scored(rows, score):
     assert (scores.run_tokens, scores.padding, scores.reused) == (0, 0, len(rows.completions))
     assert scores.block.logps.tolist() == known.logps.tolist()
     none = score(rows.take(np.array([], dtype=np.int64)), None)
-    assert (len(none.block), len(none.block.logps), none.branches) == (0, 0, 0)
+    assert (len(none.block), len(none.block.logps), none.completions) == (0, 0, 0)
 
 
 @st.composite
@@ -260,7 +260,7 @@ def test_trees_hold_each_wanted_branch_once_behind_its_own_prompt(case, budget, 
 
 def test_a_prompt_is_repeated_only_where_attention_over_the_tree_costs_more():
     def plan(row_of, prompts, branches, hidden_size):
-        lengths = {"prompt_lengths": np.array(prompts), "branch_lengths": np.array(branches)}
+        lengths = {"prompt_lengths": np.array(prompts), "completion_lengths": np.array(branches)}
         cost = TreeCost(hidden_size, 1000)
         trees = plan_trees([range(len(branches))], np.array(row_of), **lengths, cost=cost)
         return [(tree.row, tree.branches, tree.length) for tree in trees]

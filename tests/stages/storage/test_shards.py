@@ -31,7 +31,7 @@ def assert_same(left, right):
 
 def _arrays(rows):
     names = ("row", "file", "prompt_key", "split_key", "prompt_cut", "roles", "scores", "cut")
-    plain = {name: getattr(rows, name) for name in (*names, "logps", "branch_offsets")}
+    plain = {name: getattr(rows, name) for name in (*names, "logps", "completion_offsets")}
     plain |= rows.carried
     for name in ("prompts", "completions", "learned", "token_logps"):
         if (lists := getattr(rows, name)) is not None:

@@ -91,10 +91,10 @@ def oracle(training_world, moved, measured):
     ]
     stored = plain_loop.rows_of(training_world.pairs)
     with torch.no_grad():
-        return [branches_of(plain_loop.Row(stored[row], *models)) for row in rows]
+        return [completions_of(plain_loop.Row(stored[row], *models)) for row in rows]
 
 
-def branches_of(row):
+def completions_of(row):
     lengths, own = [len(ids) for ids in row.row["completion_ids"]], len(row.own)
     return [
         (good, lengths[i], float(row.ratio(i)), float(row.ratio(i + own)))

@@ -110,14 +110,14 @@ def test_a_step_is_measured_before_it_is_saved_and_saved_without_it_where_that_f
 @pytest.mark.parametrize("before", [0, 3])
 def test_an_evaluation_is_stopped_between_two_batches(run, monkeypatch, before):
     """Somebody asks in the first batch of the evaluation after that many steps."""
-    recorded, batches, branches_of = Recorded(), [], evaluation.branches_of
+    recorded, batches, completions_of = Recorded(), [], evaluation.completions_of
 
     def noted(*given):
         if len(recorded.steps) == before:
             batches.append(given)
-        return branches_of(*given)
+        return completions_of(*given)
 
-    monkeypatch.setattr(evaluation, "branches_of", noted)
+    monkeypatch.setattr(evaluation, "completions_of", noted)
     stop = StopConditions(lambda: bool(batches))
     _, place, ending = run(recorded, stop=stop, eval_every=3, batch_size=2, **HELD_OUT)
     assert (place.step, ending, len(batches)) == (before, "signal", 1)

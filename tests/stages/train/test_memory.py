@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from align.schemas.errors import MemoryLimitError
-from align.stages.methods.recipe import Recipe
+from align.stages.methods.objective import Objective
 from align.stages.model.library_errors import is_out_of_memory
 from align.stages.model.logprobs import causal_model
 from align.stages.train.memory import MemoryBackoff, MicroBatchTooLarge, catching_out_of_memory
@@ -108,14 +108,14 @@ def test_a_loss_that_does_not_fit_is_computed_of_fewer_rows(
 ):
     """A run begins with an evaluation, so memory runs out there first."""
     session = session_with(method)
-    compute = getattr(Recipe, part)
+    compute = getattr(Objective, part)
 
-    def scarcely(recipe, branches, *others):
+    def scarcely(objective, branches, *others):
         if len(branches.logps) > 4:
             raise RuntimeError(WORDS)
-        return compute(recipe, branches, *others)
+        return compute(objective, branches, *others)
 
-    monkeypatch.setattr(Recipe, part, scarcely)
+    monkeypatch.setattr(Objective, part, scarcely)
     recorded, place, _ = through(session)
     assert recorded.shrunk[0][0] == 0
     assert place.step == len(recorded.steps) > 0
