@@ -1,4 +1,4 @@
-"""What a training needs of a cache: its rows, log-probs and samples, its text and its reference."""
+"""Checks of a cache for a training: its rows, log-probs, samples, text and reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def read_spec_of(objective: Objective, train: TrainOptions, policy: str) -> ReadSpec:
-    """The read spec of stored rows; `policy` is the policy's folder, for its tokenizer."""
+    """The rules for reading stored rows; `policy` is the policy's folder, for its tokenizer."""
     shares = (train.desirable_share, train.undesirable_share)
     if objective.rows != "labelled" and shares != (1.0, 1.0):
         raise UsageError(
@@ -58,8 +58,8 @@ def _context(objective: Objective, policy: str) -> dict[Role, tuple[int, ...]]:
         return {}
     if len(objective.terms) > 1:
         raise UsageError(
-            f"{term.method.name} shows the policy other prompts than the reference saw: it cannot "
-            "be mixed."
+            f"{term.method.name} changes the prompts, so it cannot be mixed. Train it without a "
+            "mixture."
         )
     texts = term.method.context(term.options)
     backend = load_tokenizer(policy, TokenOptions(bos="never", eos="never")).backend
@@ -70,7 +70,7 @@ def _context(objective: Objective, policy: str) -> dict[Role, tuple[int, ...]]:
     if not all(context.values()) or len({*context.values()}) < len(context):
         raise UsageError(
             f"{term.method.name} marks good and bad by {' and '.join(map(repr, texts.values()))}, "
-            "which are empty or alike to this tokenizer. Choose another method.good_token or "
+            "which are empty or equal for this tokenizer. Choose another method.good_token or "
             "method.bad_token."
         )
     return context
@@ -86,33 +86,33 @@ def require_logps(objective: Objective, folder: Cache, manifest: Manifest) -> No
     if "token_reference" in objective.needs and manifest.fingerprint["cache.token_logps"] != "true":
         raise UsageError(
             f"{objective.name} with these options needs the reference's token log-probs, and "
-            f"{folder.root} keeps their sums only. Make another cache with `align precompute-ref … "
-            "--token-logps --output OTHER`; it scores everything again."
+            f"{folder.root} has only their sums. Make another cache with `align precompute-ref … "
+            "--token-logps --output OTHER`, which scores everything again."
         )
 
 
 def require_own_samples(
     objective: Objective, where: object, drawn: Iterable[Drawing | None], *, may_differ: bool
 ) -> None:
-    """Refuses samples that the reference did not draw as it is, for a ratio to its log-probs."""
+    """Refuses samples not drawn from the reference's own distribution, if the loss needs them."""
     others = [one for one in dict.fromkeys(drawn) if one and not one.is_own]
     if others and objective.drawn_by_reference and not may_differ:
         raise UsageError(
-            f"{objective.name} divides by the reference's own probabilities, and the samples "
+            f"{objective.name} divides by the reference's own probabilities, but the samples "
             f"of {where} are drawn at {'; at '.join(map(str, others))}. Sample at temperature 1 "
             "without top-p and top-k, or pass --set train.other_sampling=true."
         )
 
 
 def sampling_note(objective: Objective, manifest: Manifest) -> str:
-    """The sampling of a cache's samples, where the loss depends on it."""
+    """The sampling of a cache's samples, if the loss depends on it; else empty."""
     if not objective.drawn_by_reference:
         return ""
     drawn = manifest.sampling or (None,) * len(manifest.inputs)
     known = dict.fromkeys(f"at {one}" for one in drawn if one)
     unknown = sum(one is None for one in drawn)
     lines = [f"drawn {' and '.join(known)}"] if known else []
-    lines += [f"not known of {counted(unknown, 'data files')}"] if unknown else []
+    lines += [f"unknown for {counted(unknown, 'data files')}"] if unknown else []
     return (
         f"samples: {', '.join(lines)}; {objective.name} divides by the reference at temperature 1"
     )
@@ -121,9 +121,9 @@ def sampling_note(objective: Objective, manifest: Manifest) -> str:
 def require_same_text(
     manifest: Manifest, policy: str, tokens: TokenOptions, given: Mapping[str, str]
 ) -> None:
-    """Refuses a cache whose token ids mean other text to the policy.
+    """Refuses a cache whose token ids are other text for the policy.
 
-    `given` holds the settings that the user wrote down; all others are taken as the cache's.
+    `given` has the settings that the user set; all others are the cache's.
     """
     stored = manifest.fingerprint
     options = TokenOptions(
@@ -158,8 +158,8 @@ def require_same_model(
         name = "model.adapter" if _same_path(named.path, manifest.model) else "model.path"
         cached = " with ".join(filter(None, (manifest.model, manifest.adapter)))
         raise FingerprintError(
-            f"{settings.origins[name]}: {name} is {flatten(settings.config)[name]}, and the "
-            f"reference of the cache is {cached}:{_lines(found)}\n"
+            f"{settings.origins[name]}: {name} is {flatten(settings.config)[name]}, but the "
+            f"cache's reference is {cached}:{_lines(found)}\n"
             "Make a cache with that model, or set it to the cache's. To train from another model "
             "than the reference, pass --model DIR --set train.other_reference=true."
         )
@@ -172,13 +172,13 @@ def _same_path(one: str, other: str) -> bool:
 def require_same_reference(
     manifest: Manifest, policy: str, identity: Mapping[str, str], *, may_differ: bool
 ) -> bool:
-    """Whether the policy begins as the reference; one that does not is refused unless allowed."""
+    """Whether the policy starts as the reference; another start is refused unless allowed."""
     found = _other_than_reference(manifest, identity)
     if found and not may_differ:
         raise FingerprintError(
             f"The cache was made with another reference than {policy}:{_lines(found)}\n"
-            "Make a cache with this one. If the policy is meant to begin elsewhere than the "
-            "reference, pass --set train.other_reference=true."
+            "Make a cache with this model, or pass --set train.other_reference=true if the policy "
+            "must start as another model."
         )
     return not found
 
@@ -189,7 +189,7 @@ def _other_than_reference(manifest: Manifest, identity: Mapping[str, str]) -> di
 
 
 def _making(manifest: Manifest) -> dict[str, str]:
-    """The fields of the fingerprint that tokens and log-probs depend on."""
+    """The fields of the fingerprint that decide tokens and log-probs."""
     prefixes = ("model.", "numerics.", "tokenizer.", "tokens.")
     fields = manifest.fingerprint.items()
     return {name: value for name, value in fields if name.startswith(prefixes)}
@@ -199,8 +199,8 @@ def require_same_making(manifest: Manifest, other: Manifest, name: str) -> None:
     """Refuses to evaluate on a cache of another reference, or of other tokens."""
     if found := differences(_making(manifest), _making(other)):
         raise FingerprintError(
-            f"{name} (train.eval_cache) was made differently from the cache to train on; first the "
-            f"latter, then the former:{_lines(found)}\nMake both with the same model and settings."
+            f"{name} (train.eval_cache, second values) was made differently from the cache to train "
+            f"on (first values):{_lines(found)}\nMake both with the same model and settings."
         )
 
 
@@ -215,7 +215,7 @@ def require_positions(source: TrainSource, objective: Objective, last: int | Non
     more = max(map(len, source.spec.context.values()), default=0)
     added = f", {more} of them of method.good_token in {objective.name}" if more else ""
     raise UsageError(
-        f"The longest row of {source.folder.root} has {source.longest:,} tokens{added}, and "
+        f"The longest row of {source.folder.root} has {source.longest:,} tokens{added}, but "
         f"the policy's last position is {last:,}. Make a cache with `align precompute-ref … "
         f"--max-length {last - more} --output OTHER`."
     )

@@ -1,7 +1,7 @@
-"""The memory that a training needs on each rank, and values of `auto` by which it fits.
+"""Estimates the memory of a training on each rank, and chooses `auto` settings that fit.
 
-`align train` and `align plan` choose here, from the same facts, and only what leaves the numbers
-of a training as they are.
+`align train` and `align plan` make the same choices here, and only choices that do not change the
+numbers of a training.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from .workload import RowShape, Workload, feed_settings, planned_tokens, workloa
 logger = logging.getLogger("align")
 
 USABLE = 0.93  # of a GPU: CUDA's own memory and gaps between tensors take the rest
-PACKED_BYTES = 0.5 + (1 + 4 / 256) / 64  # of a weight in nf4, its quantized scales included
-MEASURED_TOKENS = 2048  # what a micro-batch keeps grows with its tokens
+PACKED_BYTES = 0.5 + (1 + 4 / 256) / 64  # per nf4 weight, with its quantized scales
+MEASURED_TOKENS = 2048  # the kept bytes of a micro-batch are proportional to its tokens
 IN_FLIGHT = 3  # gradients of the largest activation at once, while a layer runs backward
-# What a process on a CPU holds beside tensors: libraries, and freed blocks of activations, which
-# the C library keeps, and between which there are gaps.
+# The memory of a CPU process beside tensors: libraries, and freed blocks of activations, which the
+# C library keeps, with gaps between them.
 LIBRARIES, GAPS = 600 << 20, 0.35
-FEWEST_TOKENS = {"cpu": 256}  # in a micro-batch; of another device, whose products then idle, 2048
+FEWEST_TOKENS = {"cpu": 256}  # of a micro-batch; 2048 on other devices, which idle with fewer
 
 TOKENS, RECOMPUTE = "train.tokens_per_batch", "train.gradient_checkpointing"
 INPUTS, ZERO = "train.checkpoint_offload", "train.deepspeed"
-# The settings that may be chosen, by the value that leaves them open.
+# The settings that may be chosen, with the value that leaves each open.
 OPEN = {TOKENS: 0, RECOMPUTE: "auto", INPUTS: "auto", ZERO: "auto"}
 Changes: TypeAlias = dict[str, Any]  # settings by their dotted names
-# What takes less memory, the gentlest first; each is tried with ever smaller micro-batches.
+# Settings that take less memory, the cheapest first; each is tried with smaller micro-batches too.
 LADDER: tuple[Changes, ...] = (
     {},
     {ZERO: "zero2"},
@@ -66,7 +66,7 @@ LADDER: tuple[Changes, ...] = (
     {ZERO: "zero2", RECOMPUTE: True, INPUTS: True},
     {ZERO: "zero3", RECOMPUTE: True, INPUTS: True},
 )
-# What takes less still, but makes a step much slower or trains other numbers: it is only named.
+# Settings that take even less, but are much slower or change the numbers: only advice names them.
 ADVICE: tuple[Changes, ...] = (
     {ZERO: "zero2-offload"},
     {ZERO: "zero3-offload"},
@@ -81,20 +81,20 @@ class Budget:
     """The memory of a GPU, or of a process on a CPU; 0 bytes: no limit."""
 
     size: int = 0
-    is_asked: bool = False  # by train.memory, and not just what the device has
+    is_asked: bool = False  # set by train.memory instead of the device
 
     @staticmethod
     def of(train: TrainOptions, device_bytes: int) -> Budget:
-        """The one of train.memory, or else of the device."""
+        """The budget of train.memory, or else of the device."""
         asked = bytes_of(train.memory, name="train.memory")
         return Budget(asked or device_bytes, bool(asked))
 
     def within(self, device_bytes: int) -> Budget:
-        """No more than the device has, where that is known: more cannot be allowed."""
+        """The budget, limited to the device's memory if that is known."""
         if not 0 < device_bytes < self.size:
             return self
         logger.warning(
-            "train.memory is %s, and the GPU has %s: no more is planned with.",
+            "train.memory is %s, but the GPU has only %s, which is used instead.",
             amount(self.size),
             amount(device_bytes),
         )
@@ -106,15 +106,15 @@ class Budget:
         return int(USABLE * self.size)
 
     def holds(self, estimate: Estimate) -> bool:
-        """Whether a training that needs so much fits into it."""
+        """Whether a training with this estimate fits."""
         return not self.size or estimate.peak <= self.usable
 
     def __str__(self) -> str:
-        return f"{amount(self.usable)} that can be used ({USABLE:.0%} of {amount(self.size)})"
+        return f"{amount(self.usable)} usable ({USABLE:.0%} of {amount(self.size)})"
 
 
 def host_bytes() -> int:
-    """The memory of this machine, or what its container may have of it."""
+    """The memory of this machine, or the limit of its container."""
     found = [int(psutil.virtual_memory().total)]
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroups 2 and 1
         with suppress(OSError, ValueError):  # there is none, or it is "max"
@@ -124,19 +124,19 @@ def host_bytes() -> int:
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What a plan follows from besides the settings."""
+    """The inputs of a plan beside the settings."""
 
     policy: ModelOptions
     dtype: str
     objective: Objective
-    table: RowTable  # of all rows to learn from, or of the first
+    table: RowTable  # of all training rows, or of the first ones
     rows: int
     held_out: int
     device: str
     ranks: int
     budget: Budget = Budget()
-    host: int = 0  # bytes of the CPU's memory for each rank of a machine; 0: not known
-    begun: str = ""  # the preset of a run that resumes, which it keeps
+    host: int = 0  # bytes of CPU memory for each rank of a machine; 0: unknown
+    begun: str = ""  # the preset of a resumed run, which it keeps
     workloads: dict[Any, Workload] = field(default_factory=dict)  # by settings of the feed
 
     def workload(self, train: TrainOptions) -> Workload:
@@ -152,7 +152,7 @@ class PlanFacts:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one rank at the moment when the most are used; `host`: in the CPU's memory."""
+    """Peak bytes of one rank; `host`: in the CPU's memory."""
 
     weights: int
     gradients: int
@@ -160,19 +160,19 @@ class Estimate:
     activations: int
     head: int
     buffers: int
-    process: int  # on a CPU: what is no tensor
+    process: int  # on a CPU: memory beside tensors
     host: int
 
     @property
     def peak(self) -> int:
-        """All of them on the device."""
+        """The total on the device."""
         total: int = sum(getattr(self, one.name) for one in fields(self)) - self.host
         return total
 
 
 @dataclass(frozen=True)
 class Planned:
-    """Settings with the changes that were made to them, and what they need."""
+    """Settings with changes, and their estimate."""
 
     config: Config
     changes: Changes
@@ -181,14 +181,14 @@ class Planned:
 
 
 def planned(config: Config, facts: PlanFacts, changes: Changes | None = None) -> Planned:
-    """The plan of these settings; what is `auto` in them is as without a limit."""
+    """The plan of these settings; every `auto` is decided as without a limit."""
     config = changed(config, changes or {})
     work = facts.workload(config.train)
     return Planned(config, changes or {}, work, estimate(config, facts, work))
 
 
 def estimate(config: Config, facts: PlanFacts, work: Workload) -> Estimate:
-    """The memory of the largest moment of a step."""
+    """The peak memory of a step."""
     train, device = config.train, facts.device
     policy = measured_policy(config, facts, work.row)
     context = EngineContext(facts.dtype, policy.hidden_size, facts.ranks, device)
@@ -223,9 +223,9 @@ def estimate(config: Config, facts: PlanFacts, work: Workload) -> Estimate:
         head = head_bytes(policy.head, round(work.micro_tokens * work.predicted), device=device)
         of_weight = policy.head.nbytes if policy.head.requires_grad else 0
         buffer = BUFFER_BYTES
-    # (gradients, activations, head): the head and then the layers run backward, where the gradient
-    # of the head's weight is in memory besides, unless it is cut into parts at once. That of a tied
-    # head waits for the embedding's; then there are both, and their sum beside that of before.
+    # (gradients, activations, head): the head runs backward first, then the layers. The gradient of
+    # the head's weight stays in memory, unless it is sharded at once. A tied head's gradient waits
+    # for the embedding's; then both are in memory, and their sum beside the earlier sum.
     waiting = of_weight if policy.is_tied else 0
     last = engine.arriving + policy.trained.largest * DTYPES[facts.dtype].itemsize + waiting
     moments = [
@@ -233,7 +233,7 @@ def estimate(config: Config, facts: PlanFacts, work: Workload) -> Estimate:
         (engine.first + engine.arriving_first + of_weight, activations + in_layer, 0),
         (engine.gradients + last, 0, 0),
     ]
-    if work.micro_batches > 1:  # a later one meets the gradients of those before
+    if work.micro_batches > 1:  # gradients of earlier micro-batches are in memory
         more = engine.arriving + of_weight if engine.arriving else waiting
         moments += [
             (engine.gradients, activations, head),
@@ -260,19 +260,19 @@ def estimate(config: Config, facts: PlanFacts, work: Workload) -> Estimate:
 
 @dataclass(frozen=True)
 class MeasuredPolicy:
-    """A policy without weights: its parameters, and what its layers keep of a micro-batch."""
+    """Measures of a policy without weights: its parameters and its layers' kept bytes."""
 
     trained: Elements
-    packed: int  # elements of frozen layers, which 4 bits hold
+    packed: int  # elements of frozen layers that can be quantized to 4 bits
     hidden_size: int
-    head: Tensor | None  # weight of the fused head; none of a model that scores
-    is_tied: bool  # to the embedding
+    head: Tensor | None  # weight of the fused head; None for a model that scores
+    is_tied: bool  # whether the head is tied to the embedding
     keeping: Kept
-    dropping: Kept  # without what is cheap
-    recomputing: Kept | None  # with gradient checkpointing, where the model can
+    dropping: Kept  # without cheap activations
+    recomputing: Kept | None  # with gradient checkpointing, if the model supports it
 
     def elements(self, quantize: str) -> Elements:
-        """Counts of the parameters, frozen ones in 4 bits where they are quantized."""
+        """Counts of the parameters; with `quantize`, frozen ones count as 4 bits."""
         if quantize == "none":
             return self.trained
         return replace(
@@ -284,7 +284,7 @@ _measured: dict[str, MeasuredPolicy | UntracedError] = {}
 
 
 def measured_policy(config: Config, facts: PlanFacts, row: RowShape) -> MeasuredPolicy:
-    """The policy of these settings; the runs of a sweep in one process share it."""
+    """The measured policy of these settings; a sweep's runs in one process share it."""
     train, lora = config.train, replace(config.lora, quantize="none")
     of_model = facts.policy, model_config(facts.policy.path), facts.dtype, facts.objective.head
     key = repr((of_model, facts.device, row, train.dropout, lora if lora.enabled else None))
@@ -321,35 +321,35 @@ def _measure(
 
 @dataclass(frozen=True)
 class Choice:
-    """The settings of a training whose `auto` is decided, and why."""
+    """The decided `auto` settings of a training, with the reasons."""
 
     budget: Budget
-    given: Planned  # as without a limit
-    nearest: Planned  # of what `auto` may choose: the first that fits, or else the smallest
-    advice: Planned | None  # where none of it fits: what else does, or comes nearest
+    given: Planned  # the settings without a limit
+    nearest: Planned  # the first `auto` choice that fits, or else the smallest
+    advice: Planned | None  # if no choice fits: other settings that do, or the smallest
 
     @property
     def fits(self) -> bool:
-        """Whether it fits, as far as a limit is known."""
+        """Whether the training fits, or no limit is known."""
         return self.budget.holds(self.nearest.estimate)
 
     @property
     def found(self) -> Planned:
-        """The nearest if it fits; else the settings as given, since a plan may be too high."""
+        """The nearest plan if it fits; else the given settings, as an estimate may be too high."""
         return self.nearest if self.fits else self.given
 
     @property
     def changes(self) -> Changes:
-        """The settings that are decided."""
+        """The decided settings."""
         return {**decided(self.given.config.train), **self.found.changes}
 
     def require_fitting(self) -> None:
-        """Refuses what does not fit into the memory that train.memory allows."""
+        """Refuses a training that does not fit into train.memory."""
         if self.budget.is_asked and not self.fits:
             raise UsageError(f"train.memory: {'; '.join(self.lines())}.")
 
     def lines(self) -> Iterator[str]:
-        """What was chosen and why, and what else would fit."""
+        """Lines on the choice, its reason, and other settings that would fit."""
         if not self.budget.size:
             return
         peak, flags = self.found.estimate.peak, flags_of(self.found.changes)
@@ -364,7 +364,7 @@ class Choice:
             yield f"fits: {needs}"
 
     def what_else(self) -> Iterator[str]:
-        """Where nothing that `auto` may choose fits: the nearest of it, and what would."""
+        """If no `auto` choice fits: the nearest one, and settings that would fit."""
         for start, one in (("auto comes nearest by", self.nearest), ("", self.advice)):
             if one and one.changes:
                 peak = one.estimate.peak
@@ -372,11 +372,11 @@ class Choice:
                 verdict = "fits" if over <= 0 else f"{amount(over)} too large"
                 yield f"{start or 'with'} {flags_of(one.changes)}: {amount(peak)}, {verdict}"
         if not (self.advice and self.budget.holds(self.advice.estimate)):
-            yield "use larger GPUs or more of them, a smaller model, or shorter rows"
+            yield "use larger or more GPUs, a smaller model, or shorter rows"
 
 
 def chosen(config: Config, facts: PlanFacts) -> Choice:
-    """Decides what is `auto`: the first rung of the ladder by which it fits, or the nearest."""
+    """Decides every `auto`: the first settings on the ladder that fit, or the nearest."""
     budget, given = facts.budget, planned(config, facts)
     if budget.holds(given.estimate):
         return Choice(budget, given, given, None)
@@ -391,7 +391,7 @@ def chosen(config: Config, facts: PlanFacts) -> Choice:
             continue
         try:
             start = planned(config, facts, changes)
-        except UsageError:  # DeepSpeed, or this architecture, has no such combination
+        except UsageError:  # DeepSpeed or this architecture does not support the combination
             continue
         is_open = {*OPEN} - changes.keys() - ({ZERO} if facts.begun else set())
         best = _climbed(facts, start, is_open)
@@ -402,9 +402,9 @@ def chosen(config: Config, facts: PlanFacts) -> Choice:
 
 
 def _climbed(facts: PlanFacts, start: Planned, is_open: set[str]) -> Planned:
-    """The first rung that fits on top of a plan, by settings that are open; else the smallest."""
+    """The first rung that fits on top of a plan, by open settings only; else the smallest."""
     config, known = start.config, flatten(start.config)
-    if config.train.dropout:  # which is drawn anew for each micro-batch
+    if config.train.dropout:  # its masks depend on the micro-batches
         is_open = is_open - {TOKENS}
     best = start
     least = FEWEST_TOKENS.get(facts.device, 2048)
@@ -436,7 +436,7 @@ def is_useful(
 ) -> bool:
     """Whether these settings are not in use yet, and can take less memory here.
 
-    `stage` is that of ZeRO, where it is known.
+    `stage` is the ZeRO stage, if known.
     """
     known = flatten(config)
     preset, now = PRESETS.get(changes.get(ZERO, "")), PRESETS.get(config.train.deepspeed)
@@ -470,12 +470,12 @@ def memory_savers(
 
 
 def decided(train: TrainOptions) -> Changes:
-    """What no micro-batch shows: an `auto` of gradient checkpointing without a plan is no."""
+    """Without a plan, an `auto` of gradient checkpointing means no."""
     return {RECOMPUTE: train.recomputes, INPUTS: train.offloads_inputs}
 
 
 def flags_of(changes: Changes, given_by_set: Collection[str] = ()) -> str:
-    """The words of `align train` for them; one that was given by --set is only changed by --set."""
+    """The flags of `align train` for these changes; settings given by --set need --set again."""
     words = []
     for name, value in changes.items():
         flag = "" if name in given_by_set else flag_of(name, "train")
@@ -491,5 +491,5 @@ def flags_of(changes: Changes, given_by_set: Collection[str] = ()) -> str:
 
 
 def amount(size: float) -> str:
-    """Bytes as GiB, or as MiB where that is little."""
+    """Bytes as GiB, or as MiB if small."""
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"

@@ -1,6 +1,6 @@
-"""`align plan`: what a training runs over, what it needs of each rank, and its command.
+"""`align plan`: the work of a training, its memory on each rank, and its command.
 
-From the settings, a cache's lengths or given ones, and config.json; no weight is read.
+The plan follows from the settings, config.json, and a cache's or given lengths; no weight is read.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ COLUMNS = ("weights", "gradients", "optimizer", "activations", "head", "buffers"
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A training that has not begun."""
+    """A training that has not started."""
 
     settings: Settings
     facts: PlanFacts
@@ -62,12 +62,12 @@ class RunPlan:
 
     @property
     def own(self) -> Planned:
-        """What a training with these settings would do."""
+        """The plan of these settings."""
         return self.choice.found
 
     @property
     def best(self) -> Planned:
-        """What would fit, or comes nearest, where the settings do not."""
+        """The plan that fits, or comes nearest, if these settings do not fit."""
         return self.choice.advice or self.choice.nearest
 
 
@@ -79,7 +79,7 @@ def plan_run(
     is_for_gpu: bool = False,
     given: GivenRows | None = None,
 ) -> RunPlan:
-    """Plans the training of these settings, for the device that is here unless it is for a GPU."""
+    """Plans the training of these settings, for the given GPU or this machine's device."""
     config = settings.config
     objective = asked_objective(config)
     require_effect(settings)
@@ -103,7 +103,7 @@ def plan_run(
 
 
 def plan_text(plan: RunPlan) -> str:
-    """The verdict, what there is to do, the memory, other ways, and the command to copy."""
+    """The result, the work, the memory, the alternatives, and the command to copy."""
     choice, best = plan.choice, plan.best
     device = "one GPU" if plan.facts.device == "cuda" else "each process"
     blocks = [
@@ -112,24 +112,24 @@ def plan_text(plan: RunPlan) -> str:
         [heading("Training")[:WIDTH], *named([*_work(plan)])],
         [heading(f"Memory of {device} at its peak, in GiB")[:WIDTH], *_components(plan)],
         [heading("Other ways, with these micro-batches, in GiB")[:WIDTH], *_ways(plan)],
-        [f"Run it{'' if choice.fits else ', changed so that it fits or comes nearest'}:"],
+        [f"Run it{'' if choice.fits else ', changed to fit or come nearest'}:"],
         [command(plan)],
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
 def _verdict(plan: RunPlan) -> Iterator[str]:
-    """Whether it fits, on what, and if not, what would."""
+    """Whether the training fits, and otherwise settings that would."""
     choice, needs = plan.choice, amount(plan.own.estimate.peak)
     where = f"on {counted(plan.facts.ranks, 'ranks')} of {plan.facts.device}"
     if not choice.budget.size:
-        yield f"Needs {needs}, {where}; --gpu 24g or --memory 24g says how much there is."
+        yield f"Needs {needs}, {where}; pass --gpu 24g or --memory 24g to compare with a size."
         return
     yield f"{'Fits' if choice.fits else 'Does not fit'}: {needs} of the {choice.budget}, {where}."
     if choice.fits and choice.found.changes:
         without = amount(choice.given.estimate.peak)
         flags = flags_of(choice.found.changes)
-        yield from wrap(f"auto chooses {flags}; without, {without} would be needed.", WIDTH)
+        yield from wrap(f"auto chooses {flags}; without it, {without} would be needed.", WIDTH)
     if not choice.fits:
         for line in choice.what_else():
             yield from wrap(line, WIDTH, break_on_hyphens=False)
@@ -149,12 +149,12 @@ def _work(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield "stage 1", f"{rows.own_tokens:,} tokens of prompts and completions"
     if rows.mismatched_tokens:
         share = rows.mismatched_tokens / (rows.own_tokens + rows.mismatched_tokens)
-        yield "KL pairs", f"{rows.mismatched_tokens:,} more ({share:.0%}), read by KTO alone"
-        yield "", "without: align precompute-ref … --kl-pairs 0"
+        yield "KL pairs", f"{rows.mismatched_tokens:,} more ({share:.0%}), read only by KTO"
+        yield "", "without them: align precompute-ref … --kl-pairs 0"
 
 
 def _components(plan: RunPlan) -> list[str]:
-    """What makes up the peak, of the settings and of what is chosen or advised beside them."""
+    """The components of the peak, for the settings and for the chosen or advised ones."""
     shown = {"as given": plan.choice.given}
     if plan.choice.fits and plan.own.changes:
         shown["chosen"] = plan.own
@@ -179,7 +179,7 @@ def _ways(plan: RunPlan) -> list[str]:
     rows: list[list[str]] = []
     for name, adapter in ways.items():
         for preset, zero in PRESETS.items():
-            if name == ", qlora" and zero.stage == 3:  # which would cut packed weights
+            if name == ", qlora" and zero.stage == 3:  # ZeRO-3 cannot shard quantized weights
                 continue
             cells: list[str] = []
             host = 0
@@ -199,7 +199,7 @@ def _ways(plan: RunPlan) -> list[str]:
 
 
 def command(plan: RunPlan) -> str:
-    """The command of the training, with what is decided or advised in it."""
+    """The command of the training, with the decided or advised settings."""
     known, origins = without_secrets(flatten(plan.settings.config)), plan.settings.origins
     given = {
         name: known[name]

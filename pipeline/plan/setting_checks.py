@@ -1,4 +1,4 @@
-"""Checks of a training's settings against each other, before anything is read."""
+"""Checks a training's settings against each other, before anything is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..options.settings import Settings
 
 
 def require_effect(settings: Settings) -> None:
-    """Refuses settings that would have no effect, or that need another one."""
+    """Refuses settings without effect, or without another setting that they need."""
     train, lora = settings.config.train, settings.config.lora
     if train.cache and settings.origins.get("cache.output") == "--set":
         raise UsageError("cache.output and train.cache are both set. Name the cache once.")
@@ -23,8 +23,8 @@ def require_effect(settings: Settings) -> None:
         raise UsageError(f"{given[0]} is set, but no adapter is trained. Add --lora, or unset it.")
     if lora.dropout and not train.dropout:
         raise UsageError(
-            f"lora.dropout is {lora.dropout}, but train.dropout is off, which turns all dropout "
-            "off. Set train.dropout, or leave lora.dropout at 0."
+            f"lora.dropout is {lora.dropout}, but train.dropout is false, which disables all "
+            "dropout. Set train.dropout, or leave lora.dropout at 0."
         )
     if train.min_lr and train.schedule == "constant":
         raise UsageError(
@@ -37,56 +37,55 @@ def require_effect(settings: Settings) -> None:
 
 
 def _require_measured(train: TrainOptions) -> None:
-    """Refuses settings of evaluation where nothing would be measured for them."""
+    """Refuses settings of evaluation that nothing would be measured for."""
     if train.eval_cache and train.eval_fraction:
         raise UsageError("train.eval_cache and train.eval_fraction are both set. Choose one.")
     if train.eval_text and not (train.holds_rows_out and train.eval_table):
         raise UsageError(
-            "train.eval_text is set, and needs held-out rows: set train.eval_fraction or "
-            "train.eval_cache, and train.eval_table above 0."
+            "train.eval_text is set, but there are no held-out rows to list: set "
+            "train.eval_fraction or train.eval_cache, and train.eval_table above 0."
         )
     best = train.best
     if not best and (train.write_best or train.patience):
         raise UsageError(
-            f"train.{'write_best' if train.write_best else 'patience'} is set, and train.best is "
-            "not. Name the metric by which the best is chosen, such as train.best=eval/loss."
+            f"train.{'write_best' if train.write_best else 'patience'} is set, but train.best is "
+            "not. Name the metric that chooses the best, such as train.best=eval/loss."
         )
     if not best or not wanted(best).metric.startswith(EVAL):
         if train.patience:
             raise UsageError(
-                f"train.patience counts evaluations, and train.best is {best}. Set it to one of "
-                "their metrics, such as eval/loss."
+                f"train.patience counts evaluations, but train.best is {best}. Set train.best to a "
+                "metric of evaluations, such as eval/loss."
             )
         return
     if not train.holds_rows_out:
         raise UsageError(
-            f"train.best is {best}, and needs held-out rows: set train.eval_fraction or "
+            f"train.best is {best}, but there are no held-out rows: set train.eval_fraction or "
             "train.eval_cache, or name a metric of the training steps."
         )
     if not train.eval_every:
         raise UsageError(
-            f"train.best is {best}, but train.eval_every is 0: no checkpoint on the way is "
-            "measured. Set it, best to train.save_every."
+            f"train.best is {best}, but train.eval_every is 0, so no checkpoint during training is "
+            "evaluated. Set train.eval_every, best to train.save_every."
         )
     if train.write_best and (not train.save_every or train.eval_every % train.save_every):
         raise UsageError(
-            "train.write_best needs a checkpoint of every evaluation: train.eval_every is "
-            f"{train.eval_every}, and train.save_every {train.save_every}. Set the latter to the "
-            "same number."
+            "train.write_best needs a checkpoint at every evaluation, but train.eval_every is "
+            f"{train.eval_every} and train.save_every {train.save_every}. Set both to one number."
         )
 
 
 def require_margins(objective: Objective) -> None:
-    """Refuses a method whose rows are neither right nor wrong."""
+    """Refuses a method without reward margins."""
     if objective.rows not in ("paired", "labelled") or not objective.reward_formula:
         raise UsageError(
-            f"train.row_margins is on, but {objective.name} compares no rewards of good and bad "
-            "completions. Unset it."
+            f"train.row_margins is on, but {objective.name} does not compare rewards of good and "
+            "bad completions. Unset it."
         )
 
 
 def require_packable(train: TrainOptions, lora: LoraOptions, zero_stage: int) -> None:
-    """Refuses what needs bitsandbytes where it is missing, and 4 bits that ZeRO would flatten."""
+    """Refuses settings that need a missing bitsandbytes, and 4-bit weights under ZeRO-3."""
     if train.optimizer == "adamw8bit":
         require_bitsandbytes("train.optimizer=adamw8bit")
     if lora.quantize == "none":
@@ -94,31 +93,31 @@ def require_packable(train: TrainOptions, lora: LoraOptions, zero_stage: int) ->
     require_bitsandbytes(f"lora.quantize={lora.quantize}")
     if zero_stage == 3:
         raise UsageError(
-            f"lora.quantize is {lora.quantize}, and train.deepspeed={train.deepspeed} is ZeRO 3, "
-            "which flattens the weights: packed ones cannot be. Use --deepspeed zero2, or set "
-            "lora.quantize to none."
+            f"lora.quantize is {lora.quantize}, but train.deepspeed={train.deepspeed} is ZeRO 3, "
+            "which cannot shard quantized weights. Use --deepspeed zero2, or set lora.quantize to "
+            "none."
         )
 
 
 def require_compilable(config: Config, zero_stage: int) -> None:
-    """Refuses compiled layers inside of which weights are gathered, or which would draw masks."""
+    """Refuses compiled layers that gather weights, or draw random masks, inside."""
     train, is_packed = config.train, config.lora.quantize != "none"
     if config.model.compile and (
         zero_stage == 3 or is_packed or train.dropout or train.router_loss
     ):
         raise UsageError(
-            "model.compile is on, and layers are not compiled under ZeRO-3, in 4 bits, with "
-            "train.dropout or with train.router_loss. Set it to false."
+            "model.compile is on, but layers cannot be compiled under ZeRO-3, in 4 bits, with "
+            "train.dropout or with train.router_loss. Set model.compile to false."
         )
 
 
 def learning_rate_note(train: TrainOptions, lora: LoraOptions) -> str:
-    """What is usual for LoRA, where its learning rate is one for training all weights."""
+    """A note if the learning rate of LoRA is one for full training; else empty."""
     if not (lora.enabled and 0 < train.lr <= 1e-5):
         return ""
     return (
-        f"note: train.lr is {train.lr:g}, which is usual where all weights learn; LoRA usually "
-        "learns at 1e-4 to 2e-4 (--lr 1e-4)."
+        f"note: train.lr is {train.lr:g}, which is usual for full training; LoRA usually needs "
+        "1e-4 to 2e-4 (--lr 1e-4)."
     )
 
 
@@ -134,7 +133,7 @@ def bytes_of(size: str | int, *, name: str, least: int = 2**20) -> int:
     found = round(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else 0
     if found < least:
         raise UsageError(
-            f"{name} is {size!r}; expected a size such as 24g or 512m, or {least:,} bytes or more."
+            f"{name} is {size!r}. Write a size such as 24g or 512m, or {least:,} bytes or more."
         )
     return found
 
@@ -147,6 +146,6 @@ def seconds_of(text: str) -> float:
     if not text:
         return float("inf")
     if (parts := _TIME.fullmatch(text)) is None:
-        raise UsageError(f"train.max_time is {text!r}; expected a time such as 3h30m, 45m or 90s.")
+        raise UsageError(f"train.max_time is {text!r}. Write a time such as 3h30m, 45m or 90s.")
     days, hours, minutes, seconds = (int(count or 0) for count in parts.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -1,7 +1,7 @@
-"""Workload of a training: steps, tokens and micro-batches, from the lengths of its rows.
+"""The workload of a training: steps, tokens and micro-batches, from the lengths of its rows.
 
-They are planned as the feed plans them, and the rows are those of a cache or are not there yet. A
-training prints the short form of `align plan`, of the policy that it has loaded.
+They are planned in the same way as by the feed; the rows are a cache's, or only given by number. A
+training prints a short plan of the policy that it loaded.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from .cache_checks import read_spec_of
 
 SAMPLED_STEPS = 32  # of the first epoch
 MOST_MADE_ROWS = 100_000
-# A GPU, or the like, wants large products. On a CPU more at once are no faster and take memory.
+# A GPU needs large products. On a CPU, larger micro-batches are not faster and take more memory.
 _ON_GPU, _ON_CPU = 16_384, 2048
 
 
 def planned_tokens(train: TrainOptions, device: str) -> int:
-    """The micro-batch that is asked for, in tokens."""
+    """The planned tokens of a micro-batch."""
     return train.tokens_per_batch or (_ON_CPU if device == "cpu" else _ON_GPU)
 
 
 def feed_settings(
     train: TrainOptions, objective: Objective, world: World, *, tokens: int, pads: bool
 ) -> FeedSettings:
-    """The batching: steps, and micro-batches of so many tokens for each rank."""
+    """The settings of batching: steps, and micro-batches of at most so many tokens."""
     return FeedSettings(
         seed=train.seed,
         epochs=train.epochs,
@@ -81,21 +81,21 @@ class RowShape:
 
     @staticmethod
     def mean(table: RowTable) -> RowShape:
-        """A row of the mean lengths of a table."""
+        """A row with the mean lengths of a table."""
         count = max(1, round(len(table.sizes.mismatched_tokens) / len(table)))
         tokens = max(count, round(float(table.sizes.own_tokens.mean())))
         sizes = tuple(len(part) for part in np.array_split(np.arange(tokens), count))
         return RowShape(max(1, round(float(table.sizes.prompt_tokens.mean()))), sizes)
 
     def rows(self, tokens: int) -> list[Tree]:
-        """As many rows as fill so many tokens, at least one."""
+        """Rows of about so many tokens in total, at least one."""
         blank = [np.zeros(size, np.int32) for size in (self.prompt, *self.completions)]
         return [Tree(blank[0], tuple(blank[1:]))] * max(1, round(tokens / self.tokens))
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A whole training, over all ranks."""
+    """The work of a training over all ranks."""
 
     rows: int  # to learn from
     held_out: int
@@ -104,16 +104,16 @@ class Workload:
     batch_size: int
     learned_tokens: int
     mismatched_tokens: int  # run without gradients, for KTO's KL term
-    micro_batches: int  # of each rank in a step, those without gradients left out
-    micro_tokens: int  # of the largest, padding included
-    predicted: float  # share of its tokens that belong to completions
-    row: RowShape  # of the mean lengths
+    micro_batches: int  # of each rank in a step, without those for KL completions
+    micro_tokens: int  # of the largest one, with padding
+    predicted: float  # share of completion tokens in the largest one
+    row: RowShape  # with the mean lengths
 
 
 def workload_of(
     table: RowTable, settings: FeedSettings, train: TrainOptions, *, rows: int, held_out: int
 ) -> Workload:
-    """The training on `rows` rows, of which the table holds all or the first."""
+    """The work of a training on `rows` rows; the table has all of them, or the first ones."""
     steps = steps_in(settings.epochs, num_steps(rows, settings.batch_size))
     steps = min(steps, train.max_steps) if train.max_steps else steps
     one_pass = training_pass(table, settings, epoch=0)
@@ -155,7 +155,7 @@ def workload_of(
 
 @dataclass(frozen=True)
 class GivenRows:
-    """Rows that are not there yet: pairs of a prompt and two completions."""
+    """Rows that do not exist yet: pairs of one prompt and two completions."""
 
     count: int
     prompt: int
@@ -172,13 +172,13 @@ class PlannedRows:
     policy: ModelOptions
     own_tokens: int  # of prompts and completions
     mismatched_tokens: int  # of mismatched completions
-    is_given: bool = False  # by their number, as they are not there yet
+    is_given: bool = False  # by their number, because they do not exist yet
 
 
 def planned_rows(config: Config, objective: Objective, given: GivenRows | None) -> PlannedRows:
     """The given rows, or those of the cache."""
     if given and config.train.cache:
-        raise UsageError("--rows is for rows that are not there yet. Leave out --cache or --rows.")
+        raise UsageError("--rows is for rows that do not exist yet. Leave out --cache or --rows.")
     if given:
         return _given_rows(config, objective, given)
     cache = cache_at(config.train.cache or config.cache.output)
@@ -212,7 +212,7 @@ def _given_rows(config: Config, objective: Objective, rows: GivenRows) -> Planne
         count=max(1, learned),
         held_out=rows.count - learned,
         policy=replace(config.model, path=local_model(path), adapter="", device_map=""),
-        # Stage 1 stores both completions, whatever a method reads of them.
+        # Stage 1 stores both completions for any method.
         own_tokens=rows.count * (rows.prompt + 2 * rows.completion),
         mismatched_tokens=rows.count * 2 * rows.completion * config.cache.kl_pairs,
         is_given=True,
@@ -220,7 +220,7 @@ def _given_rows(config: Config, objective: Objective, rows: GivenRows) -> Planne
 
 
 def even_rows(count: int, shape: RowShape, *, num_partners: int) -> RowTable:
-    """Rows of one shape, each completion with so many mismatched partners of its length."""
+    """Rows of one shape, each completion with so many KL partners of its length."""
     lengths = np.tile(np.array(shape.completions, np.int32), count)
     own = np.full(count, sum(shape.completions), np.int32)
     sizes = RowSizes(
@@ -245,7 +245,7 @@ def known_dtype(folder: str, asked: str) -> str:
     dtype = str(config.get("dtype") or config.get("torch_dtype"))
     if dtype not in DTYPES:
         raise UsageError(
-            f"{folder}: neither weights nor config.json say the dtype. Pass --dtype bfloat16."
+            f"{folder}: neither weights nor config.json have a dtype. Pass --dtype bfloat16."
         )
     return dtype
 
@@ -253,7 +253,7 @@ def known_dtype(folder: str, asked: str) -> str:
 def short_plan(
     feed: CacheFeed, policy: Policy, train: TrainOptions, engine_config: dict[str, Any]
 ) -> list[str]:
-    """Two lines: what the run goes over, and what each rank holds."""
+    """Two lines: the work of the run, and the memory of each rank."""
     held_out = feed.held_out_source.eval_rows
     source, ranks = feed.source, feed.settings.world.size
     work = workload_of(
@@ -288,7 +288,7 @@ def steps_text(work: Workload) -> str:
 
 
 def tokens_text(work: Workload) -> str:
-    """The tokens that the policy runs over."""
+    """The tokens that the policy runs."""
     if not work.mismatched_tokens:
         return f"{work.learned_tokens:,}"
     return f"{work.learned_tokens:,} to learn from, {work.mismatched_tokens:,} of KL pairs"

@@ -1,7 +1,7 @@
-"""`align check`: what data were taken for, what a model would read, and what would be dropped.
+"""`align check`: the detected shape of data, rows as a model reads them, and dropped rows.
 
-It reads every row and scores none. With a model's folder rows are tokenized as by `precompute-ref`;
-without one only their shape is checked.
+It reads every row and scores none. With a model's folder, rows are tokenized as by
+`precompute-ref`; without one, only their shape is checked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHOWN = 3  # rows of either kind
 
 @dataclass
 class Checked:
-    """What was found in data; lengths only where there was a tokenizer."""
+    """The findings of a check; with lengths if there is a tokenizer."""
 
     inputs: tuple[InputFile, ...]
     shape: Shape
@@ -49,7 +49,7 @@ class Checked:
     rows_in: int = 0
     usable: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
-    rejected: list[Rejected] = field(default_factory=list)  # the first of them
+    rejected: list[Rejected] = field(default_factory=list)  # the first ones
     notes: Counter[str] = field(default_factory=Counter)
     roles: Counter[Role] = field(default_factory=Counter)
     seen: set[bytes | str] = field(default_factory=set)  # a digest of each row
@@ -59,7 +59,7 @@ class Checked:
     lengths: dict[str, list[NDArray[np.int64]]] = field(default_factory=dict)
 
     def drop(self, found: Sequence[object]) -> None:
-        """Counts rows that cannot be used, and keeps the first few."""
+        """Counts rejected rows, and keeps the first few."""
         rejected = [one for one in found if isinstance(one, Rejected)]
         self.reasons.update(one.reason for one in rejected)
         faults = (one for one in rejected if one.reason != TIE)
@@ -74,8 +74,8 @@ class Checked:
         keys = prompt_keys_of(records)
         self.prompts.update(keys.tolist())
         for record, key in zip(records, keys.tolist(), strict=True):
-            told = repr((key, record.completions, record.roles, record.scores))
-            self.seen.add(blake2b(told.encode(), digest_size=16).digest())
+            content = repr((key, record.completions, record.roles, record.scores))
+            self.seen.add(blake2b(content.encode(), digest_size=16).digest())
 
     def add_tokens(self, rows: Rows) -> None:
         """Counts rows as a model reads them, and keeps the first few."""
@@ -98,7 +98,7 @@ class Checked:
         self.lengths.setdefault(name, []).append(lengths)
 
     def lines(self) -> Iterator[str | Text]:
-        """What there is to say, the rows that a model would read first."""
+        """The lines to print; rows as a model reads them come first."""
         names = {number: file.path.name for number, file in enumerate(self.inputs)}
         if self.tokenizer:
             for row in self.first:
@@ -116,7 +116,7 @@ class Checked:
         data = self.config.data
         dropped = RejectedRows(self.reasons, self.rows_in, data.max_bad_frac)
         if dropped.exceed_limit:
-            yield f"  these are too many: {dropped}"
+            yield f"  too many rows cannot be used: {dropped}"
         repeated = counted(self.usable - len(self.seen), "rows")
         yield f"  {repeated} repeat another; {counted(len(self.prompts), 'different prompts')}"
 
@@ -151,7 +151,7 @@ class Checked:
 
 
 def check_data(config: Config, *, progress: Progress) -> Checked:
-    """Reads all rows of the data; refuses what `precompute-ref` would refuse before it scores."""
+    """Reads all rows of the data; makes the same refusals as `precompute-ref` before scoring."""
     inputs = inputs_of(config.data)
     shape = common_shape(inputs, config.data.map, config.data.carry)
     require_scores(inputs, shape)

@@ -15,7 +15,7 @@ from ..jobs.object_inputs import cache_at, local_model
 
 
 def beside(cache: Cache, to: str) -> Path:
-    """The default path of an export: beside the cache, or here if that is in a bucket."""
+    """The default path of an export: beside the cache; for one in a bucket, the current folder."""
     root = cache.root.resolve()
     is_copy = origin_of(str(root)) != str(root)
     return (Path() if is_copy else root.parent) / f"{root.name}-{to}.parquet"
@@ -28,15 +28,15 @@ def export(location: str | Path, target: Path, *, model: str | None, overwrite: 
 
 
 def text_of(cache: Cache, model: str | None = None) -> Decode:
-    """Turns ids of a cache into text without BOS and EOS, which others add themselves.
+    """Turns ids of a cache into text without BOS and EOS, which other trainers add.
 
-    The tokenizer is that of the reference, or of `model`.
+    The tokenizer is the reference's, or that of `model`.
     """
     manifest = cache.manifest()
     tokenizer = local_model(model or manifest.model)
     if not model and not Path(tokenizer).is_dir():
         raise UsageError(
-            f"{cache.manifest_file}: its reference {tokenizer} is not there, whose tokenizer makes "
-            "text of ids. Pass --model DIR."
+            f"{cache.manifest_file}: the reference's folder {tokenizer}, with the tokenizer, is "
+            "missing. Pass --model DIR."
         )
     return decoder(tokenizer, Stops.of(manifest.fingerprint).tokens)

@@ -1,4 +1,4 @@
-"""What `align inspect` prints of a cache: its summary, a row of it, or the rejected rows."""
+"""The output of `align inspect`: a cache's summary, a row of it, or its rejected rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..jobs.object_inputs import local_model
 def lines_of_inspection(
     cache: Cache, *, row: str | None, rejected: bool, as_json: bool, model: str | None
 ) -> Iterator[str | Text]:
-    """The summary of a cache, one of its rows, or those that could not be used."""
+    """The summary of a cache, one of its rows, or its rejected rows."""
     if sum((row is not None, rejected, as_json)) > 1:
         raise UsageError("--row, --rejected and --json show different things: choose one.")
     manifest = cache.manifest()
@@ -37,7 +37,7 @@ def lines_of_inspection(
 
 
 def lines_of_row(cache: Cache, wanted: str, *, model: str | None) -> Iterator[str | Text]:
-    """A row as the model reads it and the reference's log-probs; or why it was rejected.
+    """A row as the model reads it with the reference's log-probs, or the reason of its rejection.
 
     `model` is a folder with the tokenizer, if the reference's own is missing.
     """
@@ -59,9 +59,9 @@ def lines_of_row(cache: Cache, wanted: str, *, model: str | None) -> Iterator[st
     yield f"row id {rows.ids()[0]}"
     yield from lines_of(rows, tokenizer, file=names[file], prompt_side=stored["tokens.prompt_side"])
     if not manifest.is_scored:
-        yield "  the cache is not scored: it holds no log-probs"
+        yield "  the cache is not scored: it has no log-probs"
         return
-    yield "  the reference's log-probs, summed over what is learned:"
+    yield "  the reference's log-probs, summed over learned tokens:"
     counts = rows.num_learned.tolist()
     for role, logp, count in zip(rows.roles.tolist(), rows.logps.tolist(), counts, strict=True):
         name = Role(role).name.lower()

@@ -1,4 +1,4 @@
-"""Opens a cache to be made: its data, tokenizer, reference and fingerprint; and earlier caches."""
+"""Opens the inputs of a new cache: data, tokenizer, reference, fingerprint, earlier caches."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ STAGE_ONE = "precompute-ref"
 
 @dataclass(frozen=True)
 class CacheJob:
-    """Everything that is known before the first row is encoded."""
+    """The inputs and settings of a new cache, before the first row is encoded."""
 
     config: Config
     reference: Reference
     cache: CacheWork
-    inputs: tuple[InputFile, ...]  # in the order of their digests, however they were named
-    digested: tuple[Digested, ...]  # the inputs, before anything else was read from them
+    inputs: tuple[InputFile, ...]  # in the order of their digests
+    digested: tuple[Digested, ...]  # the digests of the inputs
     shape: Shape
     tokenizer: TextTokenizer
-    fingerprint: dict[str, str]  # everything that the bytes of the cache depend on, by name
+    fingerprint: dict[str, str]  # all values, by name, that decide the bytes of the cache
     reference_key: str
 
     @property
@@ -63,7 +63,7 @@ class CacheJob:
 
     @property
     def paths(self) -> dict[int, Path]:
-        """The path of each data file by its identity; of files with equal bytes the last."""
+        """The path of each data file by its identity; the last one of files with equal bytes."""
         return {identity: file.path for identity, file in zip(self.files, self.inputs, strict=True)}
 
     @property
@@ -74,7 +74,7 @@ class CacheJob:
 
 
 def require_model(config: Config, part: Part | None = None) -> None:
-    """Refuses what the settings alone get wrong, before data or a model are looked at."""
+    """Refuses settings that are wrong for any data and model."""
     if not config.model.path:
         raise UsageError(
             "No reference model. Pass --model DIR, set ALIGN_MODEL, or run `align init` and set "
@@ -83,31 +83,29 @@ def require_model(config: Config, part: Part | None = None) -> None:
     if config.model.adapter:
         require_peft()
     if config.cache.token_logps and not config.cache.scored:
-        raise UsageError(
-            "cache.token_logps stores log-probs, and cache.scored is false: unset one."
-        )
+        raise UsageError("cache.token_logps is true, but cache.scored is false. Unset one of them.")
     if config.cache.reuse and not config.cache.scored:
         raise UsageError(
-            "cache.reuse names scores to copy, and cache.scored is false: leave out --reuse or "
+            "cache.reuse names scores to copy, but cache.scored is false. Leave out --reuse or "
             "--no-scored."
         )
     require_executor(config.scoring, part)
 
 
 def identity_of(reference: Reference, config: Config) -> dict[str, str]:
-    """Everything that decides a score; a cache without scores has none to reuse."""
+    """All values that decide a score; empty for a cache without scores."""
     return dict(reference.identity()) | ({} if config.cache.scored else {"cache.scored": "false"})
 
 
 def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> CacheJob:
     """Opens the data, the tokenizer and the reference; writes nothing into the output.
 
-    `stage` is the command: where it is not STAGE_ONE, completions may have no scores yet.
+    `stage` is the command; in other commands than STAGE_ONE, completions may lack scores.
     """
     opened = inputs_of(config.data)
     tokenizer = load_tokenizer(config.model.path, config.tokens)
-    reference.hidden_size()  # before bytes are digested: a device or a config may be missing
-    # By digest, then by name: the order in which files were given has no effect.
+    reference.hidden_size()  # fails early if a device or a config is missing
+    # By digest, then by name: the order of files in the command has no effect.
     found = [(digested(file), file) for file in opened]
     found.sort(key=lambda each: (each[0].sha256, each[1].path.name))
     inputs, before = tuple(file for _, file in found), tuple(one for one, _ in found)
@@ -127,7 +125,7 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Ca
         "data.shape": digest(
             {"kind": shape.name, "source": shape.source, "carried": shape.carried}
         ),
-        **({"data.wrap": wrap} if wrap == "chat" else {}),  # the others leave text as it is
+        **({"data.wrap": wrap} if wrap == "chat" else {}),  # other values do not change text
         **({"tokens.learn": learn} if learn != "all" and any(map(has_turns, first)) else {}),
         **tokenizer_fingerprint(tokenizer),
     }
@@ -151,17 +149,17 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Ca
 def require_same(
     stored: Mapping[str, str], wanted: Mapping[str, str], *, where: str, reuse: str = ""
 ) -> None:
-    """Refuses settings that would make it another cache; `reuse` is its folder if unfinished."""
+    """Refuses settings that differ from a cache's; `reuse` is its folder if it is unfinished."""
     if found := differences(stored, wanted):
         lines = "\n  ".join(found.values())
         takes_it = reuse and wanted.get("cache.scored") != "false"
         other = f"Give --output OTHER --reuse {reuse}" if takes_it else "Choose another --output"
-        cost = "scores that both need are copied, not computed again"
+        cost = "common scores are copied"
         if {name.partition(".")[0] for name in found} & {"model", "numerics"}:
             other = "Choose another --output"
             cost = "the reference differs, so everything is scored again there"
         raise FingerprintError(
-            f"{where} was made with other settings. What differs:\n  {lines}\n"
+            f"{where} was made with other settings:\n  {lines}\n"
             f"{other} ({cost}), or undo the change."
         )
 
@@ -170,7 +168,7 @@ def require_same(
 
 
 def candidates(options: CacheOptions) -> tuple[str, ...]:
-    """Folders to search: those the user names, then those that this user has made before."""
+    """The folders to search: named ones, then those of this user's earlier caches."""
     for name in options.reuse:
         cache = Cache(manifest_folder(name))
         is_planned = any(work.plan.is_file() for work in unfinished_work(cache))
@@ -186,7 +184,7 @@ def candidates(options: CacheOptions) -> tuple[str, ...]:
 
 
 def open_earlier(folders: Iterable[str], reference_key: str) -> list[EarlierCache]:
-    """The readable caches among the folders that the same reference scored."""
+    """The readable caches among the folders with scores of this reference."""
     earlier: list[EarlierCache] = []
     for name in folders:
         try:
@@ -197,7 +195,7 @@ def open_earlier(folders: Iterable[str], reference_key: str) -> list[EarlierCach
 
 
 def may_have_scores(folders: Iterable[str], reference_key: str) -> bool:
-    """Whether one of the folders is of this reference; `open_earlier` warns of broken ones."""
+    """Whether a folder has scores of this reference; `open_earlier` warns of broken ones."""
     for name in folders:
         with suppress(AlignError, OSError):
             if _scored_by(reference_key, Cache(manifest_folder(name))):
@@ -230,7 +228,7 @@ def register_cache(cache: CacheWork) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
                 file.write(f"{root}\n")
-    except (AlignError, OSError, UnicodeError) as error:  # the cache is published: nothing may fail
+    except (AlignError, OSError, UnicodeError) as error:  # only logged: the cache is published
         logger.warning("%s: %s was not added: %s", path, cache.root, error)
 
 

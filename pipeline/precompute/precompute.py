@@ -1,4 +1,4 @@
-"""Stage 1 in order: read, encode, plan, score, commit, publish."""
+"""Stage 1 in order: read, encode, plan, score, write shards, publish."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ PrecomputeResult: TypeAlias = Made[Manifest, Tally]
 def make_cache(
     config: Config, *, progress: Progress, part: Part | None = None, shows_row: bool = False
 ) -> PrecomputeResult:
-    """Makes a cache with the reference of the config, whose model and data may be in a bucket."""
-    from ...stages.model.reference import HfReference  # noqa: PLC0415 - it imports all of a model
+    """Makes a cache with the config's reference; model and data may be in a bucket."""
+    from ...stages.model.reference import HfReference  # noqa: PLC0415 - it imports torch
 
     require_model(config, part)
     local = with_local_inputs(config)
@@ -72,11 +72,11 @@ def precompute(
     stage: str = STAGE_ONE,
     shows_row: bool = False,
 ) -> PrecomputeResult:
-    """Makes the cache that the config describes, or finishes what earlier runs and parts left.
+    """Makes the config's cache, or finishes the work of earlier runs and parts.
 
-    A part makes its own shards; beside it, other processes may make the others, and each encodes
-    what all of them need if it is not there. `stage` is the command, which names the run in the
-    tracking store; with `shows_row` a row is shown before any is scored, of all parts by the first.
+    A part makes its own shards while other processes make the others; each process encodes missing
+    slices. `stage` is the command, which names the run in the tracking store. With `shows_row`, the
+    first part shows a row before scoring.
     """
     job, tally = open_job(config, reference, stage), Tally()
     cache = job.cache
@@ -89,8 +89,8 @@ def precompute(
     name = run_name(config.model.path, stage, data_name(config.data.files))
     with working(cache, stage, config.tracking, part, name=name, kept=tally.text) as run:
         cache.sync()
-        plan = cache.find_plan()  # who publishes removes it, once there is a manifest
-        if found := _own_manifest(job):  # asked again by the owner of the folder
+        plan = cache.find_plan()  # removed after the manifest is written
+        if found := _own_manifest(job):  # again, now that this process owns the folder
             return Made(where, found, tally, _lines(job, found), part, was_complete=True)
         if plan is None:
             cache.prepare_work()
@@ -111,7 +111,7 @@ def precompute(
             tally.seconds = time.perf_counter() - began
             manifest, has_published = _published(job, plan)
         except (StorageError, CorruptionError, OSError):
-            # Who completes the cache removes the work, also under a process that is still at it.
+            # The process that completes the cache removes the work, even if others still run.
             cache.sync()
             is_there = cache.plan.is_file() if plan else cache.work.is_dir()
             if is_there and not job.is_published:
@@ -131,7 +131,7 @@ def precompute(
 
 
 def _own_manifest(job: CacheJob) -> Manifest | None:
-    """The manifest of this very cache, if it is finished; refuses the folder of another."""
+    """The manifest of this cache, if it is finished; refuses the folder of another cache."""
     cache = job.cache
     if cache.manifest_file.exists():
         manifest = cache.manifest()
@@ -145,10 +145,10 @@ def _own_manifest(job: CacheJob) -> Manifest | None:
 
 
 def _tidy(job: CacheJob, manifest: Manifest, part: Part | None, stage: str) -> None:
-    """Finishes the work of a run that died after its manifest, unless another process does."""
+    """Tidies up after a run that died after its manifest, unless another process does."""
     cache = job.cache
     if not cache.is_tidy(manifest):
-        if part:  # it takes no lock
+        if part:  # a part takes no lock
             cache.tidy()
         else:
             with try_owner_lock(cache.root, stage) as is_owner:
@@ -158,9 +158,9 @@ def _tidy(job: CacheJob, manifest: Manifest, part: Part | None, stage: str) -> N
 
 
 def _opens_early(job: CacheJob, plan: Plan | None) -> bool:
-    """Whether to load the reference onto a GPU while the cores of this machine encode rows.
+    """Whether to load the reference onto a GPU while the CPU encodes rows.
 
-    Not where there is a plan, and nothing to encode, or where an earlier cache may hold all scores.
+    Not if a plan exists, so rows are encoded, or if an earlier cache may have all scores.
     """
     config = job.config
     if plan or config.scoring.executor != "inline" or job.device != "cuda":
@@ -168,23 +168,23 @@ def _opens_early(job: CacheJob, plan: Plan | None) -> bool:
     return config.cache.scored and not may_have_scores(candidates(config.cache), job.reference_key)
 
 
-# One at a time, also of runs of one process; its end waits, as no thread is ended inside of torch.
+# One at a time per process; the process's end waits, as a thread inside torch cannot be stopped.
 _LOADING = ThreadPoolExecutor(1, "align-load")
 
 
 class _Opening:
-    """A reference that is being opened in a thread, for as long as `seconds`."""
+    """A reference that is being opened in a thread."""
 
     def __init__(self, reference: Reference) -> None:
-        # Here, because only a reference that computes by torch needs it imported.
+        # Imported here, because only some references need torch.
         import torch  # noqa: PLC0415
 
-        # A new thread begins on the first GPU, whichever this one has chosen.
+        # A new thread starts on the first GPU, not on this thread's.
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._reference, self._began = reference, time.perf_counter()
         self._ended: float | None = None
         self._scorer = _LOADING.submit(self._open)
-        self.cancel = self._scorer.cancel  # whoever leaves does not wait for it
+        self.cancel = self._scorer.cancel  # an early exit does not wait for it
         self.result = self._scorer.result
 
     def _open(self) -> Scorer:
@@ -198,29 +198,28 @@ class _Opening:
 
     @property
     def seconds(self) -> float:
-        """How long it has taken so far; the rest of it is waited for."""
+        """The seconds of opening so far; waits for its end."""
         return (self._ended or time.perf_counter()) - self._began
 
 
 def _planned(
     job: CacheJob, plan: Plan | None, slices: Slices, part: Part | None, progress: Progress
 ) -> Plan:
-    """The plan, of an earlier run or of another process, or made now; its rows are encoded."""
+    """An existing plan, or a new one, with all rows encoded."""
     if plan is None:
         more = f" and {counted(len(job.inputs) - 1, 'files')} more" if job.inputs[1:] else ""
         progress.say(f"{job.inputs[0].path.name}{more}: read as {job.shape.read_as}")
         if job.shape.unread:
             progress.say(not_read(job.shape.unread))
         return make_plan(job, encode(slices, job.config, part, progress=progress), progress)
-    # Damage is seen before hours of work.
+    # Damage is detected before hours of work.
     if len(job.cache.done()) < len(plan.numbers):
         job.cache.prepare_work()
         encoded = encode(slices, job.config, part, progress=progress)
         if encoded.shards(job.config.cache.shards) != plan.shards:
             raise CorruptionError(
                 f"{job.cache.shown(job.cache.work)}: its rows, prepared again, differ from its "
-                "plan. Delete it and run again; all rows that no other cache holds are then "
-                "scored again."
+                "plan. Delete it and run again, which scores rows again that no other cache has."
             )
     return plan
 
@@ -245,9 +244,9 @@ def _describe(run: Run, job: CacheJob, plan: Plan) -> None:
 
 
 def _show_row(job: CacheJob, shards: Shards, progress: Progress) -> None:
-    """Shows the model's input for the first row that has all of its completions.
+    """Shows the model's input for the first row with all of its completions.
 
-    It is text of the data: for who runs the command, and for no record of it.
+    The text is only shown on the terminal and never recorded.
     """
     numbers = shards.plan.numbers
     if all(map(shards.is_done, numbers)):
@@ -266,7 +265,7 @@ def _scored(
     part: Part | None,
     progress: Progress,
 ) -> Iterator[Tally]:
-    """Scores the shards of this part, the largest first; gives the counts of each."""
+    """Scores the shards of this part, the largest first; yields the counts of each."""
     rows, scoring = shards.plan.shards, job.config.scoring
     own = (part or WHOLE).of(rows)
     progress.begin("scoring", total=sum(rows[shard] for shard in own), unit="rows")
@@ -295,7 +294,7 @@ def _scored(
 
 
 def _published(job: CacheJob, plan: Plan) -> tuple[Manifest | None, bool]:
-    """The manifest, if every shard is made, and whether this process has written it."""
+    """The manifest, if every shard is finished, and whether this process wrote it."""
     cache = job.cache
     cache.sync()
     shards = cache.done()
@@ -313,7 +312,7 @@ def _published(job: CacheJob, plan: Plan) -> tuple[Manifest | None, bool]:
 
 
 def _of_another_process(job: CacheJob) -> Manifest:
-    """The manifest that another process has finished meanwhile; refuses if there is none."""
+    """The manifest that another process wrote meanwhile; an error if there is none."""
     cache = job.cache
     if job.is_published:
         manifest = cache.manifest()
@@ -321,32 +320,32 @@ def _of_another_process(job: CacheJob) -> Manifest:
             cache.tidy()
         register_cache(cache)
         return manifest
-    cache.retire()  # what came late
+    cache.retire()  # late files of this process
     if cache.manifest_file.exists():
         raise LockedError(
-            f"{cache}: a run with other settings has finished its cache here. Choose another "
-            "--output: scores that both need are copied."
+            f"{cache}: a run with other settings finished its cache here. Choose another "
+            "--output: common scores are copied."
         )
     raise LockedError(f"{cache}: its work was removed meanwhile. Run the same command again.")
 
 
 def _require_usable(job: CacheJob, manifest: Manifest) -> None:
-    """Refuses to publish when scoring lost more rows than the user allows, or left none."""
+    """Refuses to publish if scoring rejected more rows than allowed, or all of them."""
     allowed = job.config.data.max_bad_frac
     rejected = RejectedRows(manifest.reasons, manifest.rows_in, allowed)
     if not rejected.exceed_limit:
         return
     cache = job.cache
     what = (
-        f"{rejected} and {manifest.rows} rows would be left. They are listed in "
+        f"{rejected} and {manifest.rows} rows would remain. The rejected rows are listed in "
         f"{cache.shown(cache.rejected)}."
     )
-    again = f"To score again, delete {cache.shown(cache.work)} first: it keeps what was scored."
+    again = f"To score again, first delete {cache.shown(cache.work)}, which keeps all scores."
     is_float16 = job.fingerprint.get("model.dtype") == "float16"
     remedy = "try --dtype bfloat16, and check the weights" if is_float16 else "check the weights"
     hints = {
         "nonfinite_logp": f"nonfinite_logp: the reference's log-prob is not finite; {remedy}.",
-        "oom": "oom: score where there is more memory, or lower --max-length.",
+        "oom": "oom: use a device with more memory, or lower --max-length.",
         "no_mismatch": "no_mismatch: raise --max-length, or pass --kl-pairs 0.",
     }
     if {reason for shard in manifest.shards for reason in shard.reasons} == {"nonfinite_logp"}:
@@ -374,7 +373,7 @@ def _lines(job: CacheJob, made: Manifest | None, tally: Tally | None = None) -> 
     if ties := made.reasons.get(TIE):
         lines.append(f"{ties:,} of {made.rows_in:,} rows left out: ties have no chosen answer")
     lines += [f"note: {counted(count, worded(name))}" for name, count in sorted(made.notes.items())]
-    # The command that trains on it, by the method of the settings or a usual one.
+    # The command for training, with the method of the settings or a usual one.
     method, usual = job.config.train.method, "kto" if job.config.cache.kl_pairs else "dpo"
     if not made.is_scored:
         usual = "orpo" if job.shape.declared.kind == "pair" else "sft"

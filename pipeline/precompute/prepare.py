@@ -1,7 +1,7 @@
-"""Preparing: slices of the data are encoded into files divided by key range, then the plan is made.
+"""Encodes slices of the data into files divided by key range, then makes the plan.
 
-Any processes may encode them, in any order and more than once: a slice ends in one file, the same
-bytes whoever writes it, and in one record.
+Any processes may encode slices, in any order and more than once: a slice becomes one file, with the
+same bytes from any process, and one record.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from .opening import CacheJob, candidates
 
 RECORDS = Records(EncodedSlice, remedy=REMEDY)
 
-# Below this, starting processes costs more than they save.
+# With fewer bytes, starting processes costs more than it saves.
 SMALL_INPUT_BYTES = 8 * 1024 * 1024
 KINDS = ("rows_of_conversations", "rows_of_plain_text")
 
 
 @dataclass(frozen=True)
 class Slices:
-    """The slices of the data, and the files that they are encoded into; alike in every process."""
+    """The slices of the data and their encoded files, equal in every process."""
 
     cache: CacheWork
     encoding: EncodingJob
@@ -82,21 +82,21 @@ class Slices:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """The bytes of each slice, about."""
+        """The approximate bytes of each slice."""
         return tuple(sum(file_part.bytes for file_part in file_parts) for file_parts in self.slices)
 
     def file(self, number: int) -> Path:
-        """The file of a slice; its record is beside it."""
+        """The encoded file of a slice; its record is beside it."""
         return self.cache.encoded / f"{number:08d}.arrow"
 
     def find(self, number: int) -> EncodedSlice | None:
-        """The record of a slice whose file is whole; another process may remove both."""
+        """The record of a slice with a complete file; None if there is none."""
         path = self.file(number)
         try:
             record = RECORDS.read(path.with_suffix(".json"))
             return record if path.stat().st_size == record.bytes else None
         except (StorageError, CorruptionError, FileNotFoundError):
-            return None  # it is encoded again
+            return None  # the slice is encoded again
 
     def encoded(self) -> Encoded:
         """All slices, once they are encoded."""
@@ -107,14 +107,14 @@ class Slices:
 
 
 class Encode:
-    """Encodes slices, in this process or in another one; each opens the tokenizer once."""
+    """Encodes slices in any process; each process opens the tokenizer once."""
 
     def __init__(self, slices: Slices) -> None:
         self._slices = slices
         self._encoder: Encoder | None = None
 
     def __call__(self, number: int) -> int:
-        """Encodes a slice unless that is done, its file before its record; returns its bytes."""
+        """Encodes a slice unless it is done, file before record; returns the slice's bytes."""
         slices = self._slices
         if slices.find(number):
             return slices.sizes[number]
@@ -164,7 +164,7 @@ class Encoded:
         return counts
 
     def shards(self, asked: int) -> tuple[int, ...]:
-        """The rows of each shard, of so many, or of as many as the data ask for."""
+        """The rows of each shard; `asked` is the number of shards, 0: chosen by the data."""
         rows: NDArray[np.int64] = np.zeros(self.slices.ranges, np.int64)
         for one in self.records:
             rows += np.sum(one.counts, axis=0, dtype=np.int64) if one.counts else 0
@@ -172,7 +172,7 @@ class Encoded:
         return tuple(rows.reshape(shards, -1).sum(axis=1).tolist())
 
     def rows(self, *, shards: int, prompt_side: str | None = None) -> ShardReader:
-        """What reads the rows of a shard; with `prompt_side` rows of one prompt are joined."""
+        """A reader of shards' rows; with `prompt_side`, rows of one prompt are joined."""
         ranges = self.slices.ranges
         files = [
             SliceFile(
@@ -184,7 +184,7 @@ class Encoded:
 
     @cached_property
     def _first_rows(self) -> list[int]:
-        """How many rows its file of data has ahead of each slice."""
+        """The number of rows before each slice in its data file."""
         first_rows: list[int] = []
         first, file = 0, 0
         for (file_part, *_), one in zip(self.slices.slices, self.records, strict=True):
@@ -195,7 +195,7 @@ class Encoded:
 
 
 def encode(slices: Slices, options: Config, part: Part | None, *, progress: Progress) -> Encoded:
-    """Encodes the slices that are not encoded yet: those of this part, then those of others."""
+    """Encodes all missing slices: those of this part first, then those of others."""
     order = (part or WHOLE).first_of(slices.sizes)
     todo = [number for number in order if not slices.find(number)]
     progress.begin("reading and tokenizing", total=sum(slices.sizes), unit="bytes")
@@ -215,16 +215,16 @@ def encode(slices: Slices, options: Config, part: Part | None, *, progress: Prog
             for _, done in made:
                 progress.advance(done)
     except BadDataError:
-        require_unchanged(slices.inputs, slices.digested)  # the better reason
+        require_unchanged(slices.inputs, slices.digested)  # a clearer error
         raise
-    # Only now: Parquet and mapped files are read here and there, some of it after the last chunk.
+    # Checked at the end, because Parquet and memory-mapped files are not read in order.
     require_unchanged(slices.inputs, slices.digested)
     progress.end()
     return slices.encoded()
 
 
 def make_plan(job: CacheJob, encoded: Encoded, progress: Progress) -> Plan:
-    """Writes the plan of what to score; refuses data that cannot be, before a model is loaded."""
+    """Writes the plan; refuses data that cannot be scored, before a model is loaded."""
     counts, options, pairs = encoded.counts, job.config, job.config.cache.kl_pairs
     texts = counts.notes["rows_of_plain_text"]
     if texts and options.data.wrap == "auto" and job.tokenizer.chat:
@@ -238,7 +238,7 @@ def make_plan(job: CacheJob, encoded: Encoded, progress: Progress) -> Plan:
     )
     if rejected.exceed_limit:
         is_named = job.shape.declared.prompt or not counts.reasons["empty_prompt"]
-        named = " If the prompts are in a column of another name, pass --map prompt=NAME."
+        named = " If the prompts are in another column, pass --map prompt=NAME."
         names = {file: path.name for file, path in job.paths.items()}
         job.cache.write_rejected(counts.rejected, names)
         rejected.require_few(
@@ -248,18 +248,18 @@ def make_plan(job: CacheJob, encoded: Encoded, progress: Progress) -> Plan:
         )
     if pairs:
         _require_partners(encoded)
-    # Raw ids and sums; zstd makes less of them, and the rest of the columns comes on top.
+    # The size of raw ids and sums; compression and the other columns about cancel out.
     tokens = sum(one.prompt_tokens + (1 + pairs) * one.completion_tokens for one in encoded.records)
     needed = int(1.3 * 4 * tokens * (2 if options.cache.token_logps else 1))
     free = fs.free_bytes(job.cache.root)
     if not job.cache.url and free < needed:
         raise StorageError(
-            f"{job.cache}: the shards may need {needed:,} bytes and {free:,} are free. "
-            "Make room, or choose another --output."
+            f"{job.cache}: the shards may need {needed:,} bytes, but {free:,} are free. "
+            "Free some space, or choose another --output."
         )
 
     notes = {name: count for name, count in sorted(counts.notes.items()) if count}
-    if not all(notes.get(kind) for kind in KINDS):  # of one kind all rows are, which is no news
+    if not all(notes.get(kind) for kind in KINDS):  # only a mix of kinds is worth a note
         notes = {name: count for name, count in notes.items() if name not in KINDS}
     drawn = tuple(drawing_of(file.path) for file in job.inputs)
     plan = Plan(
@@ -291,19 +291,19 @@ def _absolute(path: str) -> str:
 
 
 def _require_partners(encoded: Encoded) -> None:
-    """Refuses data of which most completions are of one prompt, or all one text."""
+    """Refuses data with most completions under one prompt, or with a single text."""
     total = sum(one.completions for one in encoded.records)
     if prompt := majority_candidate(encoded.records):
         rows = encoded.rows(shards=encoded.slices.ranges)
         if 2 * (largest := rows.completions_of(int(prompt, 16))) > total:
             raise BadDataError(
-                f"One prompt holds {largest} of all {total} completions, so they cannot all be "
-                "paired with another prompt's completion (KTO's mismatched pairs). "
-                "Add rows with other prompts, or pass --kl-pairs 0."
+                f"One prompt has {largest} of all {total} completions, so KTO's KL pairs cannot "
+                "pair each with another prompt's completion. Add rows with other prompts, or pass "
+                "--kl-pairs 0."
             )
     lowest, highest = zip(*(one.texts for one in encoded.records), strict=True)
     if min(lowest) == max(highest):
         raise BadDataError(
-            "Every completion is the same text, so a mismatched pair (KTO's KL term) would not be "
-            "a mismatch. Add rows with other completions, or pass --kl-pairs 0."
+            "Every completion is the same text, so KTO's KL pairs would be real ones. Add rows with "
+            "other completions, or pass --kl-pairs 0."
         )

@@ -1,4 +1,4 @@
-"""Scores the shards of a plan, in this process or in an actor of Ray."""
+"""Scores the shards of a plan, in this process or in a Ray actor."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from .prepare import Slices
 
 @dataclass
 class Tally:
-    """Counts of the shards that this process has made, or has had made."""
+    """Counts of the shards that this process or its actors made."""
 
     shards: int = 0
     rows: int = 0
     scored: int = 0  # completions
     reused: int = 0  # completions
-    tokens: int = 0  # run through the model, padding included
+    tokens: int = 0  # run through the model, with padding
     padding: int = 0
     seconds: float = 0.0
 
@@ -70,21 +70,21 @@ class Tally:
 
 @dataclass(frozen=True)
 class Shards:
-    """The shards of a plan, by key range; the reference travels without its weights."""
+    """The shards of a plan, by key range; the reference is pickled without its weights."""
 
     plan: Plan
-    slices: Slices  # which are all encoded
+    slices: Slices  # all are encoded
     reference: Reference
     config: Config
 
     def is_done(self, shard: int) -> bool:
-        """Whether a shard has its record or no rows, or all have had one: then the plan is gone."""
+        """Whether a shard is finished or has no rows, or the whole plan is finished and removed."""
         cache = self.slices.cache
         is_made = cache.record(shard).is_file() or not cache.plan.is_file()
         return is_made or not self.plan.shards[shard]
 
     def encoded_rows(self) -> ShardReader:
-        """The rows of all shards, to be read by shard."""
+        """A reader of all shards' rows."""
         is_long = self.slices.encoding.shape.declared.is_long
         return self.slices.encoded().rows(
             shards=len(self.plan.shards),
@@ -104,7 +104,7 @@ class Shards:
 
 
 class ShardScorer:
-    """Scores shards one after another; what it opens, it opens once, when a shard needs it."""
+    """Scores shards one after another; opens the reference and readers once, at first use."""
 
     def __init__(
         self,
@@ -121,32 +121,32 @@ class ShardScorer:
         )
 
     def __call__(self, shard: int) -> Tally | None:
-        """In an actor, whose machine may have another reference: scores a shard, if none has."""
+        """Scores a shard in an actor, unless it is done; the machine's reference is checked."""
         if self._shards.is_done(shard):
             return None
         plan, found = self._shards.plan, identity_of(self._shards.reference, self._shards.config)
         if digest(found) != plan.reference_key:
             differing = [name for name in found if found[name] != plan.fingerprint.get(name)]
             raise FingerprintError(
-                f"On {socket.gethostname()} the reference is not the one that this run began with "
-                f"({', '.join(differing)} differ). Every machine needs the same model folder, the "
-                "same versions and the same kind of device (--device)."
+                f"On {socket.gethostname()} the reference differs from this run's "
+                f"({', '.join(differing)}). Give every machine the same model folder, versions and "
+                "kind of device (--device)."
             )
         (tally,) = self.score_each([shard])
         return tally
 
     def score_each(self, shards: Iterable[int]) -> Generator[Tally]:
-        """Scores and commits shards, and gives the counts of each once it is committed.
+        """Scores and writes shards, and yields the counts of each once it is written.
 
-        While one is scored, a thread reads the next and another writes the one before: three are in
-        memory, and a kill loses two at most. An error of either thread ends the work.
+        While one shard is scored, a thread reads the next and another writes the previous one. So
+        three are in memory, and a kill loses at most two. An error of either thread ends the work.
         """
         reader, writer = ThreadPoolExecutor(1, "align-read"), ThreadPoolExecutor(1, "align-write")
-        writing: list[_InFlight] = []  # the shards that are being written, until they are counted
+        writing: list[_InFlight] = []  # shards that are written but not counted yet
 
         def counted() -> Tally:
             tally = writing[0].finished()
-            del writing[0]  # only now: a signal may come while its end is waited for
+            del writing[0]  # after the wait, because a signal may interrupt it
             return tally
 
         try:
@@ -155,7 +155,7 @@ class ShardScorer:
                 before = writing[0] if writing else None
                 scores, numerics = self._score(shard, known, shown, before)
                 if before:
-                    before.commit.result()  # behind one that could not be written nothing is
+                    before.commit.result()  # raises if the previous shard was not written
                 shown.commit = writer.submit(
                     self._commit, number, shard, scores, numerics or known.numerics
                 )
@@ -167,7 +167,7 @@ class ShardScorer:
         except (Exception, Interrupted):
             for one in writing:
                 if not one.commit.exception():
-                    yield one.finished()  # it is kept, and counts
+                    yield one.finished()  # written shards count
             raise
         finally:
             reader.shutdown(cancel_futures=True)
@@ -176,7 +176,7 @@ class ShardScorer:
     def _read_ahead(
         self, reader: ThreadPoolExecutor, shards: Iterable[int]
     ) -> Iterator[tuple[int, ShardRows, KnownScores]]:
-        """Each shard as it is read, while the one behind it is being read."""
+        """Each shard, while the next one is being read."""
         reading: Future[tuple[int, ShardRows, KnownScores]] | None = None
         for number in shards:
             following = reader.submit(self._read, number)
@@ -194,7 +194,7 @@ class ShardScorer:
     def _score(
         self, shard: ShardRows, known: KnownScores, shown: _InFlight, before: _InFlight | None
     ) -> tuple[ShardScores, dict[str, str]]:
-        """The scores of a shard, and how they were computed; ends if `before` was not written."""
+        """The scores of a shard and their numerics; fails if `before` was not written."""
         if not self._shards.config.cache.scored:
             return unscored(shard.rows), {}
 
@@ -249,33 +249,33 @@ class ShardScorer:
 
 
 def _threads_of(plan: Plan) -> AbstractContextManager[None]:
-    """Uses the plan's number of threads where it decides the last bits of a number."""
+    """Uses the plan's number of threads, if it decides the last bits of sums."""
     if plan.fingerprint.get("model.device") != "cpu":
         return nullcontext()
-    # Here, because only a reference that computes by torch needs it imported.
+    # Imported here, because only some references need torch.
     from ...stages.model.reference import on_threads  # noqa: PLC0415
 
     return on_threads(plan.threads)
 
 
 class _InFlight:
-    """A shard in flight: its rows are shown as done in step with its batches, until it is kept."""
+    """A shard in progress; its rows are shown as done along with its batches."""
 
-    commit: Future[Tally]  # once it is scored
+    commit: Future[Tally]  # set once the shard is scored
 
     def __init__(self, progress: Progress, rows: int) -> None:
         self._progress, self._rows = progress, rows
         self._share, self._shown = 0.0, 0
 
     def add(self, batch: BatchDone) -> None:
-        """Advances by the batch's share; a shard begun again never goes past its end."""
+        """Advances by the batch's share; a shard that starts again never exceeds its rows."""
         self._share = min(self._share + batch.share, 1.0)
         more = int(self._share * self._rows) - self._shown
         self._shown += more
         self._progress.advance(more, tokens=batch.tokens, padding=batch.padding)
 
     def finished(self) -> Tally:
-        """Its counts, once it is committed; the error that kept it from that."""
+        """Waits for the shard to be written; returns its counts, or raises the error."""
         tally = self.commit.result()
         more, self._shown = self._rows - self._shown, self._rows  # first: a signal may come here
         self._progress.advance(more)

@@ -1,4 +1,4 @@
-"""Verifies a cache: its bytes by digest, its numbers by scoring a sample again."""
+"""Verifies a cache: its bytes by digests, its numbers by scoring a sample again."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ def verify(
     rescore: int,
     open_reference: Callable[[ModelOptions], Reference],
 ) -> str:
-    """Returns a summary of what was checked; a difference is an error.
+    """Returns a summary of the checks; a difference is an error.
 
-    What the cache does not record, such as device_map, is taken from `options`.
+    Options that the cache does not record, such as device_map, come from `options`.
     """
     if is_remote(location):
         _refuse(damaged_objects(str(location)), str(location))
     cache = cache_at(str(location))
     manifest = verify_files(cache)
     text = (
-        f"{location}: all {len(manifest.shards)} of its shards hold their digest; "
+        f"{location}: all {len(manifest.shards)} shards have their recorded digests; "
         f"root {manifest.root}"
     )
     if not manifest.is_scored:
-        return f"{text}\nit is not scored (cache.scored): there are no log-probs to compute again"
+        return f"{text}\nit is not scored (cache.scored), so no log-probs were computed again"
     if not rescore:
         return text
 
-    # The reference as the cache was made with it, and on the same kind of machine.
+    # The reference with the settings of the cache.
     fields = manifest.fingerprint
     recorded = replace(
         options,
@@ -66,7 +66,7 @@ def verify(
         lines = "\n  ".join(differences(stored, identity).values())
         raise FingerprintError(
             f"The cache was not scored by this reference on this kind of machine:\n  {lines}\n"
-            "Pass the right one with --model, or --rescore 0 to check the digests alone."
+            "Pass the right model with --model, or --rescore 0 to check only the digests."
         )
     dtype, sample = fields.get("model.dtype", "float32"), cache.sample_rows(manifest, rescore)
     worst, count = _rescore(sample, reference.open(), dtype)
@@ -74,7 +74,7 @@ def verify(
 
 
 def verify_files(cache: Cache) -> Manifest:
-    """Reads every file that the manifest names; a CorruptionError lists the damaged ones."""
+    """Reads every file in the manifest; a CorruptionError lists the damaged ones."""
     manifest, damage = cache.manifest(), list[str]()
     files: list[Shard | FileEntry] = [*manifest.shards]
     if manifest.rejected:
@@ -92,13 +92,13 @@ def _refuse(damage: list[str], where: str) -> None:
     if damage:
         shown = "\n".join(f"  {what}" for what in damage[:SHOWN])
         raise CorruptionError(
-            f"{where}: {len(damage)} files are damaged, the first of them:\n{shown}\n"
+            f"{where}: {len(damage)} files are damaged, the first ones:\n{shown}\n"
             "Restore them from a copy, or make the cache again."
         )
 
 
 def _rescore(sample: Iterable[tuple[str, Rows]], scorer: Scorer, dtype: str) -> tuple[float, int]:
-    """Scores each completion by itself; the largest difference, and how many they are."""
+    """Scores each completion by itself; the largest difference, and the number of completions."""
     worst, count = 0.0, 0
     for name, rows in sample:
         trees = [
@@ -112,9 +112,9 @@ def _rescore(sample: Iterable[tuple[str, Rows]], scorer: Scorer, dtype: str) -> 
         if not again.is_same:
             row = rows.row[rows.row_of_completion[again.worst]]
             raise CorruptionError(
-                f"{name}: a completion of input row {row} is stored as "
-                f"{rows.logps[again.worst]:.6f}, and scores {again.logps[again.worst]:.6f} now. "
-                "The cache does not hold this reference's log-probs."
+                f"{name}: a completion of input row {row} has log-prob "
+                f"{rows.logps[again.worst]:.6f} in the cache, but {again.logps[again.worst]:.6f} "
+                "now. The log-probs are not this reference's: make the cache again."
             )
         worst, count = max(worst, float(again.gaps.max())), count + len(again.gaps)
     return worst, count

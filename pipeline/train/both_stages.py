@@ -1,4 +1,4 @@
-"""Both stages in one process: the reference scores the data, then the policy is trained on that."""
+"""Both stages in one process: the reference scores the data, then the policy is trained."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from .train import train as run_training
 
 
 def settings_of_both(given: Settings) -> Settings:
-    """The settings by which both stages run; refuses what either would refuse after hours."""
+    """The settings of both stages; makes the refusals that each would make after hours."""
     config, train = given.config, given.config.train
     if world_apart(os.environ).size > 1:
         raise UsageError(
-            "`align run` is one process. On several ranks, give `align precompute-ref` and `align "
-            "train` one after the other."
+            "`align run` is one process. On several ranks, run `align precompute-ref`, then `align "
+            "train`."
         )
     if train.cache not in {"", config.cache.output}:
         raise UsageError(
-            f"{given.origins['train.cache']}: train.cache is {train.cache}, and `align run` trains "
-            f"on the cache that it makes: {config.cache.output}. Leave train.cache out."
+            f"{given.origins['train.cache']}: train.cache is {train.cache}, but `align run` trains "
+            f"on the cache that it makes, {config.cache.output}. Leave train.cache out."
         )
     require_model(config)
     needs = check_settings(given).needs
     if "reference" in needs and not config.cache.scored:
         raise UsageError(
-            f"{train.method} needs the reference's log-probs, and cache.scored is false."
+            f"{train.method} needs the reference's log-probs. Set cache.scored to true."
         )
     if "token_reference" in needs and not config.cache.token_logps:
         raise UsageError(
@@ -44,12 +44,11 @@ def settings_of_both(given: Settings) -> Settings:
         )
     if "mismatched" in needs and not config.cache.kl_pairs:
         raise UsageError(
-            f"{train.method} needs mismatched completions, and cache.kl_pairs is 0. Pass "
-            "--kl-pairs 1."
+            f"{train.method} needs KL completions, but cache.kl_pairs is 0. Pass --kl-pairs 1."
         )
     if train.resume == "never":
         run_folder_of(train.output).require_new()
-    # A policy that is named beside the reference is meant to be another model.
+    # A policy named beside the reference may be another model.
     policy = replace(
         train, cache=config.cache.output, other_reference=train.other_reference or bool(train.model)
     )
@@ -57,12 +56,12 @@ def settings_of_both(given: Settings) -> Settings:
 
 
 def train_on_cache(settings: Settings, *, progress: Progress) -> Trained:
-    """The policy, trained on the cache; what goes wrong tells that the cache is there."""
-    gc.collect()  # the reference
+    """Trains the policy on the cache; errors also say that the cache is finished."""
+    gc.collect()  # frees the reference
     torch.cuda.empty_cache()
     try:
         return run_training(check(settings), progress=progress)
     except AlignError as error:
         cache = settings.config.train.cache
-        told = f"{error}\nThe cache in {cache} is finished: `align run` scores nothing of it again."
-        raise type(error)(told) from error
+        message = f"{error}\nThe cache in {cache} is finished: `align run` will reuse it."
+        raise type(error)(message) from error

@@ -1,4 +1,4 @@
-"""Saves checkpoints on all ranks, and checks the free disk space for them."""
+"""Saves checkpoints on all ranks, and checks the disk space for them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("align")
 
-# torchrun and deepspeed kill half a minute after they asked to stop.
+# torchrun and deepspeed kill a process half a minute after asking it to stop.
 SLOW_SECONDS = 20.0
 
 
 def save_state(run: Run, state: State) -> str:
-    """Every rank writes its part; returns why there is no checkpoint, the same on every rank."""
+    """Saves a checkpoint on all ranks; returns the reason of a failure, the same on every rank."""
     world, began = run.world, time.monotonic()
     if lack := run_on_rank_zero(world, lambda: lack_of_space(run)):
         return lack
@@ -52,27 +52,27 @@ def save_state(run: Run, state: State) -> str:
         _keep(run, state.step)
     if world.rank == 0 and (took := time.monotonic() - began) > SLOW_SECONDS:
         logger.warning(
-            "Saving took %.0f s. Launchers kill 30 s after they ask to stop: save more often "
-            "than you can afford to lose, or to a faster disk.",
+            "Saving took %.0f s, but launchers kill a run 30 s after asking it to stop. Save more "
+            "often, or to a faster disk.",
             took,
         )
     return failure
 
 
 def add_evaluation(run: Run, state: State) -> None:
-    """Gives the checkpoint of this step its evaluation, which was made after it was saved."""
+    """Adds the evaluation of this step to its checkpoint, which was saved before."""
     if run.world.rank == 0:
         replace_state(run.folder, state)
         _keep(run, state.step)
 
 
 def _keep(run: Run, step: int) -> None:
-    """Removes older checkpoints than are kept, and uploads the run, once there is a newer one."""
+    """Removes old checkpoints and uploads the run, after a newer checkpoint was saved."""
     train = run.config.train
     with log_failure("Older checkpoints stay until the next one"):
         prune(run.folder, newest=step, keep_last=train.keep_last, best=train.best)
     if run.remote:
-        with log_failure("The checkpoint is on this machine alone until the next one"):
+        with log_failure("The checkpoint is only on this machine until the next one"):
             run.remote.push()
 
 
@@ -84,15 +84,15 @@ def require_disk_space(run: Run) -> None:
     if free < checkpoint + model:
         raise StorageError(
             f"{folder.root}: a checkpoint needs about {checkpoint:,} bytes and the model "
-            f"{model:,}, and {free:,} are free. Free some space or choose another --output."
+            f"{model:,}, but {free:,} are free. Free some space or choose another --output."
         )
-    # A new one is whole before an old one is removed.
+    # A new checkpoint is complete before an old one is removed.
     kept = train.keep_last + bool(train.best) + 1
     missing = max(0, kept - len(folder.steps())) * checkpoint + model
     if free < missing:
         logger.warning(
             "%s: %d checkpoints (train.keep_last%s, and one that is being written) and the model "
-            "need about %s bytes more, and %s are free. Lower train.keep_last, or free some space.",
+            "need about %s more bytes, but %s are free. Lower train.keep_last, or free some space.",
             folder.root,
             kept,
             " and train.best" if train.best else "",
@@ -102,32 +102,32 @@ def require_disk_space(run: Run) -> None:
 
 
 def lack_of_space(run: Run) -> str:
-    """The reason why one more checkpoint does not fit; empty if it does."""
+    """The reason that another checkpoint does not fit; empty if it fits."""
     needed, free = checkpoint_bytes(run), fs.free_bytes(run.folder.root)
     if free >= needed:
         return ""
-    return f"{run.folder.checkpoints}: about {needed:,} bytes are needed, and {free:,} are free"
+    return f"{run.folder.checkpoints}: about {needed:,} bytes are needed, but {free:,} are free"
 
 
 def require_space_for_model(run: Run) -> None:
-    """Refuses to write a model of which only a part would fit."""
+    """Refuses to write a model that does not fit on the disk."""
     needed, free = model_bytes(run), fs.free_bytes(run.folder.root)
     if free < needed:
         raise StorageError(
-            f"{run.folder.model}: about {needed:,} bytes are needed, and {free:,} are free. Free "
+            f"{run.folder.model}: about {needed:,} bytes are needed, but {free:,} are free. Free "
             "some space, then run the same command with --resume auto: the checkpoint is kept."
         )
 
 
 def checkpoint_bytes(run: Run) -> int:
-    """The size of the newest checkpoint; before the first, of weights and optimizer state."""
+    """The size of the newest checkpoint, or an estimate before the first one."""
     for step in run.folder.steps()[::-1]:
         try:
             return sum(file.bytes for file in read_checkpoint(run.folder.step(step)).files)
-        except AlignError:  # damaged: its size is not known
+        except AlignError:  # damaged: its size is unknown
             continue
     width, stage = _width(run), stage_of(run.engine_config)
-    # Under ZeRO, and in 16 bits, there is a copy in 32; under ZeRO-3 there is no other.
+    # Under ZeRO, and in 16 bits, there is also a 32-bit copy; under ZeRO-3 only that copy.
     weights = (width if stage < 3 else 0) + (4 if stage or width < 4 else 0)
     kind = run.engine_config.get("optimizer", {}).get("type", "")
     per_weight = weights + 4 * states_of(str(kind))

@@ -1,4 +1,4 @@
-"""Opens a checked training: digests the policy, reads the rows, and loads what learns."""
+"""Opens a checked training: digests the policy, indexes the rows, loads policy and engine."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ from .setup import Run
 
 
 def identify(run: Run, world: World) -> None:
-    """Digests the policy, and refuses one of another reference than the cache's.
+    """Digests the policy, and refuses another model than the cache's reference.
 
-    The first rank of each machine does it, as a machine may have its own copy.
+    The first rank of each machine digests, because a machine may have its own copy.
     """
     run.world = world
     other = None if run.config.train.model else named_elsewhere(run.settings, run.manifest)
@@ -77,14 +77,14 @@ def one_for_all(
         for path, first, identity in zip(paths, found[0], others, strict=False):
             if differing := [name for name in first if identity[name] != first[name]]:
                 raise FingerprintError(
-                    f"{path} on the machine of rank {rank} is not the model that rank 0 has "
-                    f"there: {', '.join(differing)} differ. Copy the folder to every machine again."
+                    f"{path} on the machine of rank {rank} differs from rank 0's: "
+                    f"{', '.join(differing)}. Copy the folder to every machine again."
                 )
     return found[0]
 
 
 def load(run: Run, progress: Progress) -> None:
-    """Reads the rows, decides what is `auto`, loads the policy, and opens engine and feed."""
+    """Indexes the rows, decides every `auto`, loads the policy, and opens engine and feed."""
     forget_peak()
     world, config = run.world, run.config
     run.source, held_out = run_on_all_ranks(world, lambda: _sources(run))
@@ -95,7 +95,7 @@ def load(run: Run, progress: Progress) -> None:
             *_source_notes(run.source, held_out),
             sampling_note(run.objective, run.manifest),
             learning_rate_note(config.train, config.lora),
-            f"the value head begins as it was trained before, from {head}" if head else "",
+            f"the value head starts from {head}" if head else "",
             *advice,
         ]
         for note in filter(None, notes):
@@ -107,8 +107,8 @@ def load(run: Run, progress: Progress) -> None:
     is_mixture = bool(routers_of(model))
     if world.rank == 0 and config.lora.enabled and is_mixture and not adapts_experts(policy.model):
         progress.say(
-            "The adapter leaves the experts as they are: lora.targets names nothing of theirs, "
-            "such as experts.gate_up_proj and experts.down_proj."
+            "The adapter does not change the experts: add their layers to lora.targets, such as "
+            "experts.gate_up_proj and experts.down_proj, to train them."
         )
     last = getattr(text_config, "max_position_embeddings", None)
     for source in (run.source,) if held_out is run.source else (run.source, held_out):
@@ -122,19 +122,19 @@ def load(run: Run, progress: Progress) -> None:
 
     planned, fits = run.planned_tokens, 0
     known = run.checkpoint.state.fits if run.checkpoint else None
-    if known and known.planned == planned:  # whoever asks for another size wants to know anew
+    if known and known.planned == planned:  # another requested size is tried again
         fits = known.fits
         progress.say(
-            f"memory ran out here before with {planned:,} tokens per batch: {fits:,} are used. "
-            "A larger or smaller --tokens-per-batch is tried anew."
+            f"memory ran out here before with {planned:,} tokens per batch, so {fits:,} are used; "
+            "another --tokens-per-batch is tried again."
         )
     pads = not policy.path.packs
     settings = feed_settings(config.train, run.objective, world, tokens=fits or planned, pads=pads)
     run.feed = CacheFeed(run.source, held_out, settings)
 
     def less_memory() -> Iterator[str]:
-        """What takes less memory, worked out where it has run out."""
-        from ..plan.memory import memory_savers  # noqa: PLC0415 - the rest of the plan comes along
+        """Settings that take less memory, found only after it ran out."""
+        from ..plan.memory import memory_savers  # noqa: PLC0415 - it imports the whole plan
 
         return memory_savers(
             config,
@@ -152,16 +152,16 @@ def load(run: Run, progress: Progress) -> None:
 
 
 def with_auto_decided(run: Run, progress: Progress) -> Config:
-    """The settings with what is `auto` decided, the same on every rank: by a plan, or without.
+    """The settings with every `auto` decided, the same on every rank.
 
-    There is a plan where there is a limit: on a GPU, or by train.memory.
+    A plan decides if memory has a limit, on a GPU or by train.memory.
     """
     config, world = run.config, run.world
     begun = begun_preset(run.checkpoint.identity) if run.checkpoint else ""
     if begun and config.train.deepspeed == "auto":
         config = replace(config, train=replace(config.train, deepspeed=begun))
     device = chosen_device(run.begins_as)
-    # The GPUs of a training may differ: all ranks choose for the smallest.
+    # GPUs may differ: all ranks choose for the smallest.
     smallest = min(gathered(world, device_bytes(device)))
     if not (smallest or config.train.memory):
         train = replace(
@@ -176,7 +176,7 @@ def with_auto_decided(run: Run, progress: Progress) -> Config:
 
 
 def _sources(run: Run) -> tuple[TrainSource, TrainSource]:
-    """The training rows, and the evaluation rows: held out of them, or of another cache."""
+    """The training rows, and the evaluation rows, held out or from another cache."""
     columns = shard_columns(run.world, own_digests())
     source = open_source(run.cache, run.manifest, run.read_spec, columns)
     if run.held_out is None:
@@ -186,7 +186,7 @@ def _sources(run: Run) -> tuple[TrainSource, TrainSource]:
 
 
 def shard_columns(world: World, remember: Remember) -> ShardColumns:
-    """Columns of shards whose bytes the first rank of each machine checks for all of its ranks."""
+    """A reader of shard columns; only the first rank of each machine checks the shards."""
     check = partial(Cache.check, remember=remember) if world.is_first_here else unchecked
     return ShardColumns(check)
 
@@ -194,7 +194,7 @@ def shard_columns(world: World, remember: Remember) -> ShardColumns:
 def _source_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
     yield (
         f"cache {source.folder.root} (root {source.manifest.root[:12]}…): "
-        f"{source.train_rows:,} rows to learn from, {held_out.eval_rows:,} held out"
+        f"{source.train_rows:,} training rows, {held_out.eval_rows:,} held out"
     )
     yield from source.notes
     if held_out is not source:
@@ -209,19 +209,19 @@ def _source_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
         )
     elif shared:
         yield (
-            f"{shared:,} of {prompts:,} prompts of {held_out.folder.root} are in the "
-            "training data as well. Metrics measured on them say nothing about new prompts."
+            f"{shared:,} of {prompts:,} prompts of {held_out.folder.root} are also training "
+            "prompts. Remove them: metrics on them do not measure new prompts."
         )
 
 
 def _load_policy(run: Run) -> Policy:
-    """One copy of the policy and no reference; under ZeRO-3 no rank ever holds the whole of it."""
+    """The policy, without a reference; under ZeRO-3 no rank ever holds all of it."""
     train, world = run.config.train, run.world
     load_weights: Callable[..., Any] = load_model
     found = resolve(replace(run.begins_as, dtype=train.dtype))
     context = EngineContext(found.dtype, found.hidden_size, world.size)
     if zero3 := loading_config(train, world, context):
-        # Slow to import, and nothing else needs it.
+        # Slow to import, and used only here.
         from ...stages.model.sharded_load import load_sharded  # noqa: PLC0415
 
         together = partial(run_on_all_ranks, world)
@@ -235,5 +235,5 @@ def _load_policy(run: Run) -> Policy:
             collision_logps="collision_logps" in run.objective.needs,
             load=load_weights,
         )
-    run.files.require_unchanged()  # since they were digested
+    run.files.require_unchanged()  # since their digests were computed
     return policy

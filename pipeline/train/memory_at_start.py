@@ -1,4 +1,4 @@
-"""Before weights are loaded: what is `auto` in a run's settings, decided by the plan."""
+"""Decides every `auto` of a run's settings by a memory plan, before weights are loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("align")
 
 
 def facts_of_run(run: Run, device: str, device_bytes: int, begun: str = "") -> PlanFacts:
-    """The facts that `align plan` has of a cache, and those of this machine and this run."""
+    """The inputs of a plan from the run, its cache and this machine."""
     train, policy, world = run.config.train, run.begins_as, run.world
     machine = platform.node()
     ranks_here = gathered(world, machine).count(machine)
@@ -44,9 +44,9 @@ def facts_of_run(run: Run, device: str, device_bytes: int, begun: str = "") -> P
 
 
 def chosen_to_fit(config: Config, facts: PlanFacts, world: World, progress: Progress) -> Config:
-    """The settings with what is `auto` in them decided, the same on every rank."""
+    """The settings with every `auto` decided, the same on every rank."""
     if world.rank == 0:  # a large model takes some time
-        progress.say("memory: planning what fits, before weights are loaded")
+        progress.say("memory: planning settings that fit, before weights are loaded")
     changes, notes = run_on_rank_zero(world, lambda: _changes_by_plan(config, facts))
     if world.rank == 0:
         for note in notes:
@@ -55,15 +55,15 @@ def chosen_to_fit(config: Config, facts: PlanFacts, world: World, progress: Prog
 
 
 def _changes_by_plan(config: Config, facts: PlanFacts) -> tuple[Changes, tuple[str, ...]]:
-    """The settings that are decided, and what to say of it; refuses what train.memory forbids."""
+    """The decided settings and lines on them; refuses a training that exceeds train.memory."""
     try:
         choice = chosen(config, facts)
     except UntracedError as error:
         if facts.budget.is_asked:
             raise UsageError(
-                f"train.memory: {error} Leave it out, and set what takes less memory by hand."
+                f"train.memory: {error} Leave it out, and choose memory settings yourself."
             ) from error
-        logger.warning("%s What is auto is as without a plan.", error)
+        logger.warning("%s Settings that are auto are decided without a plan.", error)
         return decided(config.train), ()
     choice.require_fitting()
     return choice.changes, tuple(choice.lines())

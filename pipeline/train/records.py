@@ -1,4 +1,4 @@
-"""The records of a training: metrics, tables, a run in each tracker, checkpoints, its end."""
+"""The records of a training: metrics, tables, trackers, checkpoints, and the final status."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PLACES = ("train.cache", "train.model", "train.output")
 
 @contextmanager
 def open_records(run: Run, progress: Progress) -> Iterator[RunRecords]:
-    """Opens a run's records: rank zero writes metrics and tables, every rank saves."""
+    """Opens a run's records: rank zero writes metrics and tables, every rank saves checkpoints."""
     folder, state = run.folder, run.checkpoint.state if run.checkpoint else None
     tracked = TrackedRun(folder)
     if run.world.rank == 0:
@@ -56,11 +56,11 @@ def open_records(run: Run, progress: Progress) -> Iterator[RunRecords]:
         for path in folder.rows_written():
             from ...stages.report.visited_rows import cut_visits  # noqa: PLC0415 - only for margins
 
-            with log_failure(f"{path} is removed, and the report does without its margins"):
+            with log_failure(f"{path} is removed, and the report lacks its margins"):
                 cut_visits(path, keep_through)
                 continue
             fs.unlink(path)
-        # Model, method and data; a sweep names its runs, and rounds their data.
+        # The name: model, method and data; sweeps and rounds name their runs themselves.
         number = inherited(ROUND_TAG)
         data = f"round {number}" if number else data_of(run)
         name = run_name(run.begins_as.path, inherited(TRIAL_TAG) or run.objective.name, data)
@@ -85,7 +85,7 @@ def open_records(run: Run, progress: Progress) -> Iterator[RunRecords]:
         raise
     except Exception as error:
         if not records.is_finished:
-            # What no message of ours explains has a traceback in the log.
+            # Unexpected errors get a traceback in the log.
             known = isinstance(error, AlignError)
             reason = str(error) if known else f"{type(error).__name__}: {error}"
             with log_failure("No record of how the run ended"):
@@ -107,7 +107,7 @@ class RunRecords:
         self._tracked = tracked
         self._progress = progress
         self._is_watched = run.config.tracking.system_metrics and run.world.rank == 0
-        self._machine_load()  # the next call measures from here on
+        self._machine_load()  # starts the measurement of the next call
         self._margins: Lines | None = None  # of this rank's rows
         self._has_lost_margins = False
         self._decode: Decode | None = None
@@ -117,11 +117,11 @@ class RunRecords:
         self._saved = (state.step, state.evaluated) if state else None
         self._failed_at: int | None = None
         self._failures = 0
-        self.step = state.step if state else 0  # the last one that was recorded
+        self.step = state.step if state else 0  # the last recorded step
         self.is_finished = False
 
     def origins(self) -> dict[str, str]:
-        """The trackers' ids of the run, and the tag by which they find it."""
+        """The trackers' ids of the run, and the tag for finding it."""
         return self._tracked.origins()
 
     def say(self, line: str) -> None:
@@ -129,7 +129,7 @@ class RunRecords:
         self._progress.say(line)
 
     def begin(self, state: State) -> None:
-        """Requires the disk space, records the run's settings, and starts its progress."""
+        """Checks the disk space, records the settings, and starts the progress display."""
         run = self._run
         run_on_rank_zero(run.world, lambda: require_disk_space(run))
         if run.world.rank == 0:
@@ -142,7 +142,7 @@ class RunRecords:
     def agreed(self, gap: float, *, is_packed: bool) -> None:
         """Records the largest difference between the log-probs of the policy and of the cache."""
         begins = (
-            "in 4 bits the model begins near the reference of the cache, not at it"
+            "in 4 bits the model starts near the cache's reference, not at it"
             if is_packed
             else "checked: the model reproduces the cached log-probs"
         )
@@ -195,7 +195,7 @@ class RunRecords:
     def ran_out(self, step: int, tokens: int) -> None:
         """Records that memory ran out in the step after this one, or in an evaluation."""
         self.say(
-            f"step {step + 1:,}: memory ran out; from here on at most {tokens:,} tokens per batch, "
+            f"step {step + 1:,}: memory ran out; from now on at most {tokens:,} tokens per batch, "
             "with the same result"
         )
 
@@ -214,11 +214,11 @@ class RunRecords:
             self._on_margins(lambda file: file.append(visits_line(visits, epoch=epoch, step=step)))
 
     def _on_margins(self, work: Callable[[Lines], None]) -> None:
-        """Works on the file of margins; a failure is logged, and from then on none are kept."""
+        """Works on the file of margins; after a failure, which is logged, no more are kept."""
         if self._has_lost_margins:
             return
-        self._has_lost_margins = True  # until it is done
-        with log_failure("No margins of training rows from here on"):
+        self._has_lost_margins = True  # reset on success
+        with log_failure("No margins of training rows from now on"):
             if not self._margins:
                 folder = self._run.folder.row_parts
                 fs.make_folder(folder)
@@ -233,11 +233,11 @@ class RunRecords:
                 self._margins.close()
 
     def save(self, state: State) -> None:
-        """Saves a checkpoint, unless there is one; a failure is logged, three in a row end it."""
+        """Saves a checkpoint unless it exists; failures are logged, three in a row end the run."""
         run = self._run
         if self._saved == (state.step, state.evaluated):
             return
-        self._tracked.sync()  # a checkpoint must not know of more steps than metrics.jsonl
+        self._tracked.sync()  # a checkpoint must not have more steps than metrics.jsonl
         if self._saved and self._saved[0] == state.step:
             add_evaluation(run, state)
             self._saved = (state.step, state.evaluated)
@@ -260,7 +260,7 @@ class RunRecords:
     def ended(
         self, how: How, step: int, *, reason: str = "", model_step: int | None = None
     ) -> None:
-        """Records how the run ended and its model; a run without this record was killed."""
+        """Records the final status and the model; a run without this record was killed."""
         run, folder, tracked = self._run, self._run.folder, self._tracked
         self.is_finished = how == "finished"
         if run.world.rank:
@@ -288,7 +288,7 @@ class RunRecords:
         ENDINGS.replace(folder.ending, ending)
 
     def report(self) -> dict[str, str]:
-        """Writes the report, if there are metrics; returns its warnings, and records them."""
+        """Writes the report, if there are metrics; records and returns its warnings."""
         warnings = dict[str, str]()
         folder = self._run.folder
         if self._run.world.rank == 0 and folder.metrics.stat().st_size:
@@ -301,17 +301,17 @@ class RunRecords:
         return warnings
 
     def _require_best(self, state: State, metrics: Mapping[str, float]) -> None:
-        """Looks once whether what train.best names is measured."""
+        """Checks once whether the metric of train.best is measured."""
         self.step = state.step
         if not self._seeks_best:
             return
-        if (said := why_unmeasured(self._run.config.train, metrics)) is not None:
+        if (warning := why_unmeasured(self._run.config.train, metrics)) is not None:
             self._seeks_best = False
-            if said and self._run.world.rank == 0:
-                logger.warning("%s", said)
+            if warning and self._run.world.rank == 0:
+                logger.warning("%s", warning)
 
     def _machine_load(self) -> dict[str, float]:
-        """The load of the machine, if it is to be watched."""
+        """The load of the machine, if tracking.system_metrics is set."""
         if not self._is_watched:
             return {}
         from ...stages.train.system_metrics import system_metrics  # noqa: PLC0415 - only if asked
@@ -319,7 +319,7 @@ class RunRecords:
         return system_metrics(self._run.folder.root)
 
     def _describe(self) -> None:
-        """Records what was trained on what, where it is, and the settings that were given."""
+        """Records a description of the run, its location, and the given settings."""
         run, source, manifest = self._run, self._run.source, self._run.manifest
         options = {f"method.{name}": value for name, value in run.objective.values.items()}
         counts = {"rows.train": source.train_rows, "rows.eval": source.eval_rows, **source.counts}
@@ -369,7 +369,7 @@ def record_warnings(tracked: TrackedRun, warnings: Mapping[str, str]) -> None:
 
 
 def data_of(run: Run) -> str:
-    """A name for the data that the cache was made of."""
+    """A name for the data of the cache."""
     return data_name([entry.name for entry in run.manifest.inputs])
 
 
@@ -400,7 +400,7 @@ def used_settings(run: Run, *sections: str) -> dict[str, str]:
         "train.tokens_per_batch": run.feed.settings.tokens_per_batch,
         "train.dtype": run.policy.dtype,
     }
-    # How a run was begun is not a setting of its training.
+    # The way of starting a run is not a setting of its training.
     asked = {name: value for name, value in flatten(run.config).items() if name != "train.resume"}
     return {
         name: str(value)

@@ -1,4 +1,4 @@
-"""`align register`: the trained model of a run becomes a version in MLflow's registry."""
+"""`align register`: adds the trained model of a run to MLflow's registry as a version."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .run_report import require_finished, training_folder
 def register(
     root: Path, options: TrackingOptions, *, name: str, alias: str, uri: str = ""
 ) -> tuple[str, bool]:
-    """Sends what the store lacks of the run, then registers its model under a name.
+    """Uploads missing parts of the run, then registers its model under a name.
 
     Returns the number of the version and whether it is new.
     """
@@ -27,8 +27,8 @@ def register(
     record = RunRecord.find(folder)
     if record is None or MAIN not in record.facts.stores:
         raise UsageError(
-            f"{root} was not recorded in {MlflowTracker.title}, whose registry names the run of a "
-            "model. Train with --mlflow (or --track mlflow)."
+            f"{root} was not recorded in {MlflowTracker.title}, which the registry needs. Train "
+            "with --mlflow (or --track mlflow)."
         )
     (synced,) = sync_run(folder, root, options, uri=uri, only=MAIN)
     address = uri or MlflowTracker.address_of(options, root)

@@ -1,4 +1,4 @@
-"""The folder of a run: its owner, its checkpoint, and whether these settings may resume from it."""
+"""Opens the folder of a run: its lock, its checkpoint, and the checks before resuming."""
 
 from __future__ import annotations
 
@@ -37,21 +37,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("align")
 
-SHARED_SECONDS = 60.0  # in which a network file system has to show what another machine wrote
+SHARED_SECONDS = 60.0  # for a network file system to show another machine's files
 PACKAGES = ("torch", "transformers", "deepspeed")
-OF_RANKS = "deepspeed train_batch_size"  # which is the number of ranks
+OF_RANKS = "deepspeed train_batch_size"  # equals the number of ranks
 
 
 @contextmanager
 def open_folder(run: Run) -> Iterator[None]:
-    """Owns the folder while the block runs, and finds the checkpoint to resume from."""
+    """Owns the folder in the block, and finds the checkpoint to resume from."""
     world, folder, resumes = run.world, run.folder, run.config.train.resume == "auto"
-    run.began = time.monotonic()  # each machine counts from a moment of its own
+    run.began = time.monotonic()  # clocks of machines differ
     if run.remote and (machines := len({*gathered(world, socket.gethostname())})) > 1:
         raise UsageError(
-            f"{run.config.train.output}: the ranks are on {machines} machines, and checkpoints "
-            "need a folder that all of them share. Choose an --output there, and upload it "
-            "afterwards."
+            f"{run.config.train.output}: the ranks are on {machines} machines, so checkpoints "
+            "need a shared folder. Choose an --output there, and upload it afterwards."
         )
     with ExitStack() as stack:
 
@@ -78,7 +77,7 @@ def open_folder(run: Run) -> Iterator[None]:
                     world, lambda: require_same_run(checkpoint.identity, run)
                 )
                 for name, line in lengths.items() if world.rank == 0 else ():
-                    follows = "; the learning rate follows the new length from here on"
+                    follows = "; the learning rate follows the new length from now on"
                     logger.warning("%s%s.", line, follows if binds(name, "length") else "")
         if run.remote and world.rank == 0:
             stack.enter_context(run.remote.pushed_at_end())
@@ -86,7 +85,7 @@ def open_folder(run: Run) -> Iterator[None]:
 
 
 def require_shared(folder: RunFolder, run_id: str) -> None:
-    """Refuses a folder that is not the one that rank zero owns: all ranks save into one."""
+    """Refuses another folder than rank zero's, because all ranks save into one."""
     began = time.monotonic()
     while True:
         with suppress(StorageError):  # a network file system may show a new file late
@@ -95,14 +94,14 @@ def require_shared(folder: RunFolder, run_id: str) -> None:
         if time.monotonic() - began > SHARED_SECONDS:
             raise UsageError(
                 f"{folder.root.resolve()} on {socket.gethostname()} is not the folder that rank 0 "
-                "writes to. All ranks save into one: choose an --output on a file system that "
-                "every machine sees under the same path."
+                "writes to. Choose an --output on a shared file system that has the same path on "
+                "every machine."
             )
         time.sleep(0.2)
 
 
 def _is_finished(run: Run) -> bool:
-    """Whether there is a model already that these settings would make."""
+    """Whether the model of these settings already exists."""
     ending = read_ending(run.folder)
     if ending is None or ending.ending != "finished":
         return False
@@ -113,7 +112,7 @@ def _is_finished(run: Run) -> bool:
 
 
 def _whole_checkpoint(world: World, folder: RunFolder) -> Checkpoint | None:
-    """The newest whole checkpoint; rank zero chooses, for ranks could see different ones."""
+    """The newest complete checkpoint; rank zero chooses, as ranks may see different ones."""
     candidates = whole_checkpoints(folder)
     while checkpoint := run_on_rank_zero(world, lambda: next(candidates, None)):
         path = folder.step(checkpoint.state.step)
@@ -126,25 +125,25 @@ def _whole_checkpoint(world: World, folder: RunFolder) -> Checkpoint | None:
 
 
 def damage_on_ranks(world: World, path: Path, checkpoint: Checkpoint) -> str:
-    """The first damage of a checkpoint, of whose files each rank reads its share."""
+    """The first damage of a checkpoint; each rank checks its part of the files."""
     found = gathered(world, damage(path, checkpoint, world.rank, world.size))
     return next(filter(None, found), "")
 
 
-# Whether it is the same run: first by its settings, then, once loaded, by what it computes.
+# Checks that it is the same run: by its settings, and once loaded, by its numerics.
 
 
 def require_same_run(begun: RunIdentity, run: Run) -> dict[str, str]:
-    """Refuses settings that make it another run; returns changes of its length and its end."""
+    """Refuses settings of another run; returns changes of the run's length and end."""
     if begun.cache_root != run.manifest.root:
         raise FingerprintError(
-            f"The run was begun on the cache {begun.cache_root[:12]}…, and this one is "
-            f"{run.manifest.root[:12]}…. Pass the --cache it was begun with, or begin a new run."
+            f"The run was started on the cache {begun.cache_root[:12]}…, but this one is "
+            f"{run.manifest.root[:12]}…. Pass the run's own --cache, or start a new run."
         )
     return _require_same(begun.settings, settings_of(run))
 
 
-def hold_to_checkpoint(run: Run) -> None:
+def require_checkpoint_match(run: Run) -> None:
     """Refuses to resume with another policy or engine; then writes the run's settings."""
     if (checkpoint := run.checkpoint) is not None:
         run.changes += run_on_all_ranks(run.world, lambda: require_same_computing(checkpoint, run))
@@ -153,7 +152,7 @@ def hold_to_checkpoint(run: Run) -> None:
         engine = json.dumps(masked(run.engine_config), indent=2, sort_keys=True, default=str)
         if run.folder.ending.exists():
             ENDINGS.drop(run.folder.ending)
-        fs.unlink(run.folder.answers)  # of a policy that learns on from here
+        fs.unlink(run.folder.answers)  # the policy changes from now on
         fs.publish(run.folder.config, as_yaml(run.config).encode())
         fs.publish(run.folder.engine, f"{engine}\n".encode())
 
@@ -161,12 +160,12 @@ def hold_to_checkpoint(run: Run) -> None:
 
 
 def require_same_computing(checkpoint: Checkpoint, run: Run) -> tuple[str, ...]:
-    """Refuses a policy or engine that computes other numbers; returns allowed differences."""
+    """Refuses a policy or engine with other numerics; returns allowed differences."""
     before, after = checkpoint.identity, identity_of(run)
     if before.zero_stage != after.zero_stage:
         raise FingerprintError(
-            f"This run was begun under ZeRO stage {before.zero_stage}, and train.deepspeed is "
-            f"{run.config.train.deepspeed}, ZeRO stage {after.zero_stage}. Leave it at auto, which "
+            f"This run was started under ZeRO stage {before.zero_stage}, but train.deepspeed is "
+            f"{run.config.train.deepspeed}, ZeRO stage {after.zero_stage}. Set it to auto, which "
             f"keeps the stage, or pass --deepspeed {begun_preset(before)}."
         )
     was, now = (
@@ -184,44 +183,44 @@ def require_same_computing(checkpoint: Checkpoint, run: Run) -> tuple[str, ...]:
     )
     if changed and run.world.rank == 0:
         logger.warning(
-            "This run resumes with other parts than it began with:\n  %s\nIts results may differ "
-            "in the last bits from those of an uninterrupted run.",
+            "This run resumes with other versions or devices:\n  %s\nIts results may differ in the "
+            "last bits from those of an uninterrupted run.",
             "\n  ".join(changed),
         )
     return changed
 
 
 def begun_preset(begun: RunIdentity) -> str:
-    """The preset of the ZeRO stage of a run that resumes, its optimizer where it was.
+    """The preset of a resumed run's ZeRO stage, with the optimizer on the same device.
 
-    An optimizer that moved to the CPU, or back, would compute as another one.
+    The optimizers of CPU and GPU compute differently.
     """
     kept = begun.computed.get("deepspeed zero_optimization.offload_optimizer.device", "'none'")
     return preset_of(begun.zero_stage, offloads=kept != "'none'")
 
 
 def _require_same(begun: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
-    """Refuses values that differ; returns those that only set the length or the end, by name."""
+    """Refuses values that differ; returns changes of the length or the end, by name."""
     lines = differences(begun, now, had="begun with")
     if wrong := [line for name, line in lines.items() if not binds(name, "length", "end")]:
         listed = "\n  ".join(wrong)
         raise FingerprintError(
-            f"This run was begun with other settings. What differs:\n  {listed}\n"
-            "Undo the change, or begin a new run in another --output."
+            f"This run was started with other settings:\n  {listed}\n"
+            "Undo the change, or start a new run in another --output."
         )
     return lines
 
 
 def binding(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The settings that have to be the same in all parts of a run, or change its length or end."""
+    """The settings that must match on resume, or that change the run's length or end."""
     kept = bound(settings, "run", "length", "end")
     if not (settings.get("train.patience") or settings.get("train.write_best")):
-        kept.pop("train.best", None)  # then it only keeps a checkpoint
+        kept.pop("train.best", None)  # without these it only keeps a checkpoint
     return kept
 
 
 def settings_of(run: Run) -> dict[str, str]:
-    """The settings known before weights are loaded, with the method's options in force."""
+    """The settings known before weights are loaded, with the method's resolved options."""
     settings = binding(as_absolute(run.config))
     given = {name: value for name, value in settings.items() if not name.startswith("method.")}
     held_out = run.held_out[1].root if run.held_out else "none"
@@ -229,7 +228,7 @@ def settings_of(run: Run) -> dict[str, str]:
 
 
 def identity_of(run: Run) -> RunIdentity:
-    """Everything that the numbers of a run depend on."""
+    """All values that decide the numbers of a run."""
     engine = json.loads(json.dumps(masked(run.engine_config), default=str))
     computed = {
         **_options(run.objective),
@@ -248,11 +247,11 @@ def identity_of(run: Run) -> RunIdentity:
 
 
 def numbers_of(run: Run) -> str:
-    """A digest of all settings by which a run, begun anew, has the same numbers at each step."""
+    """A digest of all settings that decide a run's numbers at each step."""
     known, train = identity_of(run), run.config.train
     settings = {name: one for name, one in known.settings.items() if not binds(name, "end")}
     computed = {name: one for name, one in known.computed.items() if name != OF_RANKS}
-    of_lines = [train.log_every, train.limit_eval_batches]  # what one number is the mean of
+    of_lines = [train.log_every, train.limit_eval_batches]  # over which metrics are averaged
     return digest([known.cache_root, settings, computed, of_lines])
 
 
@@ -261,7 +260,7 @@ def _options(objective: Objective) -> dict[str, str]:
 
 
 def made_with(run: Run) -> dict[str, str]:
-    """Facts that may change the last bits of a number, and are allowed to differ."""
+    """Values that may change the last bits of numbers, and may differ on resume."""
     on_gpu = run.policy.device.type == "cuda"
     device = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} threads"
     found = {"align": __version__, **versions(), "device": device}
@@ -274,5 +273,5 @@ def made_with(run: Run) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the libraries that compute."""
+    """The versions of the libraries that compute numbers."""
     return {package: version(package) for package in PACKAGES}

@@ -31,9 +31,9 @@ from .setup import Run, check
 def answer_again(
     root: Path, *, count: int, most_tokens: int, config: Path | None, progress: Progress
 ) -> Path:
-    """Answers prompts for a finished run, whoever trained it; returns the path of its page.
+    """Answers prompts for a finished run of any user; returns the path of its page.
 
-    Trackers are the user's own, as they are for `mlflow-sync`.
+    Trackers are those of the current user, as for `mlflow-sync`.
     """
     folder = training_folder(root)
     ending = require_finished(folder)
@@ -48,7 +48,7 @@ def answer_again(
                 "write them. Choose another run."
             )
         identify(run, World(rank=0, size=1, local_rank=0))
-        require_same_run(ending.identity, run)  # its cache and the files of its policy are there
+        require_same_run(ending.identity, run)  # its cache and policy must be unchanged
 
         began = replace(run.begins_as, dtype=run.config.train.dtype)
         trained = replace(began, path=str(folder.model), adapter="")
@@ -58,13 +58,13 @@ def answer_again(
         samplers = [LocalSampler(model, tokens, budget) for model in (began, trained)]
         prompts = _prompts(run, samplers[0].context, count, most_tokens)
         progress.say(
-            f"{len(prompts)} held-out prompts are answered by the policy before training and after "
-            f"it, with {most_tokens:,} tokens at most"
+            f"the policy answers {len(prompts)} held-out prompts, before and after training, with "
+            f"at most {most_tokens:,} tokens"
         )
         answers: dict[str, list[str] | list[bool]] = {"row_id": [*prompts]}
         decode = decoder(run.begins_as.path, Stops.of(run.manifest.fingerprint).tokens)
         answers["prompt"] = [decode(ids, False) for ids in prompts.values()]
-        # One model after the other: memory may hold no two.
+        # One model after the other, because two may not fit into memory.
         for when, sampler in zip(("before", "after"), samplers, strict=True):
             gc.collect()
             torch.cuda.empty_cache()
@@ -73,8 +73,8 @@ def answer_again(
             except AlignError:
                 raise
             except Exception as error:  # a model's code may raise anything
-                lack = "there is no memory for it" if is_out_of_memory(error) else repr(error)
-                raise UsageError(f"{sampler.model.path} gives no answers: {lack}.") from error
+                lack = "memory ran out" if is_out_of_memory(error) else repr(error)
+                raise UsageError(f"{sampler.model.path} cannot answer: {lack}.") from error
             answers[when] = [text for text, _ in found]
             answers[f"{when}_ended"] = [ended for _, ended in found]
         fs.publish(folder.answers, pl.DataFrame(answers, ANSWERS).write_ndjson().encode())
@@ -88,8 +88,8 @@ def _prompts(run: Run, context: int | None, count: int, most_tokens: int) -> dic
     tables = run.folder.evaluations()
     if not tables:
         raise UsageError(
-            f"{run.folder.root} has written down no held-out row that could be answered. Train "
-            "with --eval-fraction or train.eval_cache, and with train.eval_table above 0."
+            f"{run.folder.root} has no table of held-out rows to answer. Train with "
+            "--eval-fraction or train.eval_cache, and with train.eval_table above 0."
         )
     ids = read_samples(tables[min(tables)])["row_id"].unique(maintain_order=True).to_list()
     cache, manifest = run.held_out or (run.cache, run.manifest)
@@ -103,7 +103,7 @@ def _prompts(run: Run, context: int | None, count: int, most_tokens: int) -> dic
             wanted.setdefault(prompt, row_id)
     if not wanted:
         raise UsageError(
-            f"No held-out prompt leaves room for {most_tokens:,} tokens: the model takes "
-            f"{context or 0:,} in all. Lower --answer-tokens."
+            f"No held-out prompt leaves room for {most_tokens:,} tokens in the model's context of "
+            f"{context or 0:,}. Lower --answer-tokens."
         )
     return {row_id: [*prompt] for prompt, row_id in [*wanted.items()][:count]}

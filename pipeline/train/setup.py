@@ -1,4 +1,4 @@
-"""A training: what a user can get wrong in its settings is checked before any slow work."""
+"""Checks a training's settings before any slow work, and holds the state of a run."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ if TYPE_CHECKING:
 class Run:
     """A training on this rank, filled in from top to bottom: checked, joined, loaded."""
 
-    # What is asked for; `check` makes it.
+    # The request, from `check`.
     settings: Settings
-    config: Config  # of the settings; once loaded, with every `auto` decided
+    config: Config  # the settings; once loaded, with every `auto` decided
     asked: Objective  # the method with its options
     objective: Objective  # the same; once loaded, with every `auto` resolved
     read_spec: ReadSpec
     cache: Cache
     manifest: Manifest
     held_out: tuple[Cache, Manifest] | None  # another cache to evaluate on
-    begins_as: ModelOptions  # the model that the policy begins as
+    begins_as: ModelOptions  # the model from which the policy starts
     folder: RunFolder
     remote: RunRemote | None  # where the folder is uploaded
     max_seconds: float
@@ -78,14 +78,14 @@ class Run:
 
     # Once the ranks have joined: `identify` of load.py, and `open_folder` of resume.py.
     world: World = field(init=False)
-    files: ModelFiles = field(init=False)  # of the policy, as they were when they were digested
+    files: ModelFiles = field(init=False)  # of the policy, with their versions when digested
     identity: Mapping[str, str] = field(init=False)  # their digests
     begins_as_reference: bool = field(init=False)
     began: float = 0.0  # on this rank's monotonic clock
     run_id: str = ""
-    is_finished: bool = False  # nothing is left to do
+    is_finished: bool = False  # no work is left
     checkpoint: Checkpoint | None = None  # to resume from
-    changes: tuple[str, ...] = ()  # differences from when the run began
+    changes: tuple[str, ...] = ()  # differences from the start of the run
 
     # `load` of load.py makes these.
     source: TrainSource = field(init=False)
@@ -96,7 +96,7 @@ class Run:
     memory: MemoryBackoff = field(init=False)
     meter: Meter = field(init=False)
 
-    # While it trains.
+    # During training.
     records: RunRecords = field(init=False)
     stop: StopConditions = field(default_factory=StopConditions)
     failures: int = 0  # steps in a row that were not finite
@@ -113,18 +113,18 @@ class Run:
 
     @property
     def planned_tokens(self) -> int:
-        """The micro-batch that the settings ask for, in tokens."""
+        """The planned tokens of a micro-batch."""
         return planned_tokens(self.config.train, self.policy.device.type)
 
     @property
     def fits(self) -> FittedBatches | None:
-        """The micro-batch that fits where memory ran out; None if it has not."""
+        """The micro-batch that fits, after memory ran out; None if it has not."""
         budget = self.memory.budget
         return FittedBatches(self.planned_tokens, budget) if budget else None
 
 
 def check_settings(settings: Settings) -> Objective:
-    """The objective; refuses what is known to be wrong without the cache and the policy."""
+    """The objective; refuses settings that are wrong for any cache and policy."""
     train = settings.config.train
     objective = asked_objective(settings.config)
     seconds_of(train.max_time)
@@ -183,26 +183,26 @@ def check(settings: Settings, callbacks: Iterable[Callback] = ()) -> Run:
 
 
 def zero_stage(train: TrainOptions, policy: ModelOptions) -> int:
-    """The ZeRO stage; refuses what DeepSpeed cannot do with any policy on any number of ranks."""
+    """The ZeRO stage; refuses settings that DeepSpeed supports with no policy or ranks."""
     dtype = stored_dtype(policy.path) if train.dtype == "auto" else train.dtype
     context = EngineContext(dtype, hidden_size=1, world_size=1)
     return int(stage_of(engine_config(train, context)))
 
 
 def _policy_options(settings: Settings, manifest: Manifest) -> ModelOptions:
-    """The folder the user names, or the reference of the cache, its adapter included."""
+    """The named folder, or the cache's reference with its adapter."""
     config, named = settings.config, settings.config.train.model
     if config.lora.enabled or manifest.adapter:
         require_peft()
     if not named and config.lora.enabled and manifest.adapter:
         raise UsageError(
-            f"The reference is {manifest.model} with the adapter {manifest.adapter}: a new "
-            "adapter on top of both could not be loaded by others. Merge them first, and make the "
-            "cache with the merged model."
+            f"The reference is {manifest.model} with the adapter {manifest.adapter}, and other "
+            "programs cannot load a new adapter on top of both. Merge them, and make the cache "
+            "with the merged model."
         )
     path = local_model(named or manifest.model)
     if not Path(path).is_dir():
-        what = "no such model folder" if named else "the reference of the cache is not there"
+        what = "no such model folder" if named else "the cache's reference is missing"
         raise UsageError(f"{named or manifest.model}: {what}. Pass the policy by --model DIR.")
     options = replace(config.model, path=path, adapter="", device_map="")
     if named:

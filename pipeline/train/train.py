@@ -1,4 +1,4 @@
-"""Stage 2 in one flow: join the ranks, open the run, take step after step, write the model."""
+"""Stage 2 in one flow: join the ranks, open the run, train step by step, write the model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ...stages.train.together import Ending, StopConditions, Together, tokens_ru
 from ..jobs.signals import add_resume_hint, asked_to_stop
 from .load import identify, load
 from .records import open_records
-from .resume import hold_to_checkpoint, open_folder
+from .resume import open_folder, require_checkpoint_match
 from .setup import Run
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ SAMPLED_ROWS = 8
 
 
 def train(run: Run, *, progress: Progress) -> Trained:
-    """Trains a policy, or resumes a run that was stopped; returns its steps and metrics.
+    """Trains a policy, or resumes a run; returns its steps and metrics.
 
-    `check` of setup.py makes the run of settings.
+    `check` of setup.py makes the run from settings.
     """
     with joined_world() as world, naming_lost_peers(world):
         identify(run, world)
@@ -59,7 +59,7 @@ def train(run: Run, *, progress: Progress) -> Trained:
 
 
 def train_in(run: Run, progress: Progress) -> Trained:
-    """Like `train`, for ranks that have joined and a policy that has been digested."""
+    """Like `train`, after the ranks have joined and the policy is digested."""
     world = run.world
     with add_resume_hint(), naming_lost_peers(world), open_folder(run):
         if run.is_finished:
@@ -69,7 +69,7 @@ def train_in(run: Run, progress: Progress) -> Trained:
         if run.remote and world.rank == 0:
             progress.say(f"working in {run.folder.root}; uploaded to {run.remote.remote.url}")
         load(run, progress)
-        hold_to_checkpoint(run)
+        require_checkpoint_match(run)
         with open_records(run, progress) as records, naming_lost_peers(world):
             records.say(f"policy: {run.policy.path}")
             if run.checkpoint:
@@ -90,7 +90,7 @@ def train_in(run: Run, progress: Progress) -> Trained:
                 if is_early and (reason := why_over(state.best, run.config.train)):
                     done = f"{state.step:,} of {run.total_steps:,} steps"
                     records.say(f"finished after {done}: {reason}")
-                # Only now: what writes a model imports much that a step does without.
+                # Imported late, because steps do not need it.
                 from .trained_model import state_to_write, write_model  # noqa: PLC0415
 
                 of_model = state_to_write(run, state)
@@ -106,7 +106,7 @@ def train_in(run: Run, progress: Progress) -> Trained:
 
 
 def learn(run: Run, state: State) -> tuple[State, Ending]:
-    """Takes step after step, until the plan, its patience or a reason to stop ends it."""
+    """Trains step by step until the last step, train.patience, or a reason to stop."""
     save_every = run.config.train.save_every
     ending: Ending | None
     state, ending = evaluated(run, state)
@@ -118,13 +118,13 @@ def learn(run: Run, state: State) -> tuple[State, Ending]:
             batch = next(batches, None)
             if batch is None:
                 ending = batches.ending
-                assert ending, "there is a batch for every step"
+                assert ending, "every step has a batch"
                 break
             if batches.is_save_due:
                 save(run, state)
             state = advance(run, state, batch)
-            # First the evaluation, so that a checkpoint has its numbers. One that is stopped is
-            # dropped: the state is saved without it, and the run makes it when it resumes.
+            # The evaluation comes first, so that a checkpoint has its numbers. An interrupted one
+            # is dropped: the state is saved without it, and the resumed run repeats it.
             state, ending = evaluated(run, state)
             if run.is_due(state.step, save_every):
                 save(run, state)
@@ -144,15 +144,15 @@ def advance(run: Run, state: State, batch: StepBatch) -> State:
         run.records.not_applied(step, result.suspects)
     if run.failures >= options.nonfinite_limit:
         raise NonFiniteError(
-            f"Step {step}: the loss or a gradient was NaN or infinite, {run.failures} times in a "
-            "row. These steps updated nothing. Their rows are listed in nonfinite.jsonl: look at "
-            "them, lower train.lr, or use --dtype float32."
+            f"Step {step}: the loss or a gradient was NaN or infinite {run.failures} times in a "
+            "row, without an update. Check the rows in nonfinite.jsonl, lower train.lr, or use "
+            "--dtype float32."
         )
     if result.visits:
         run.records.visited(step, state.step // per_epoch, result.visits)
 
-    # A line of metrics.jsonl has the means of all steps since the last one. The loss of a step
-    # that is not finite is in none.
+    # A line of metrics.jsonl has the means of all steps since the last line, without losses that
+    # are not finite.
     lap = {**run.meter.lap(rows=batch.rows), "step_applied": Mean(float(result.applied), 1.0)}
     is_sound = math.isfinite(run.objective.reported(result.means)[LOSS])
     lasting = {**(finite(result.means) if is_sound else {}), **lap}
@@ -177,7 +177,7 @@ def advance(run: Run, state: State, batch: StepBatch) -> State:
 
 
 def step_that_fits(run: Run, state: State, batch: StepBatch) -> StepResult:
-    """The result of a step, in ever smaller micro-batches until memory does not run out."""
+    """The result of a step, with smaller micro-batches each time memory runs out."""
     options = run.config.train
     seed = (options.seed, state.step)
     while True:
@@ -191,7 +191,7 @@ def step_that_fits(run: Run, state: State, batch: StepBatch) -> StepResult:
             if not is_out_of_memory(error):
                 raise
             raise MemoryLimitError(run.memory.no_update()) from error
-        # Outside the handler: the traceback no longer keeps the failed batch alive.
+        # Outside the handler, because its traceback keeps the failed batch alive.
         shrink(run, state, micro)
         run.engine.skip()
         torch.cuda.empty_cache()
@@ -201,7 +201,7 @@ def step_that_fits(run: Run, state: State, batch: StepBatch) -> StepResult:
 
 
 def shrink(run: Run, state: State, micro: MicroBatch) -> None:
-    """Halves micro-batches from here on; a rank that is not alone ends, as others wait for it."""
+    """Halves later micro-batches; with several ranks the run ends, because the others wait."""
     run.memory.shrink(micro)
     run.records.ran_out(state.step, run.memory.budget)
     run.memory.require_alone()
@@ -214,9 +214,9 @@ def fitting(run: Run, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
 
 
 def evaluated(run: Run, state: State) -> tuple[State, Ending | None]:
-    """The state after the evaluation that is due, if one is and it is not made already.
+    """The state after the evaluation, if one is due and not done yet.
 
-    A stop or an error inside of it drops it; after an error the state is saved without it.
+    A stop or an error drops the evaluation; after an error the state is saved without it.
     """
     is_due = state.step == 0 or run.is_due(state.step, run.config.train.eval_every)
     if state.evaluated or not is_due or not run.feed.has_held_out:
@@ -230,7 +230,7 @@ def evaluated(run: Run, state: State) -> tuple[State, Ending | None]:
             shrink(run, state, micro)
             torch.cuda.empty_cache()
     except Exception:
-        # A rank that fails alone cannot save: the others wait for it in the evaluation.
+        # One failed rank of several cannot save: the others wait for it in the evaluation.
         if state.step and (run.world.size == 1 or run.stop.failed_on_all):
             with log_failure("No checkpoint before the evaluation that failed"):
                 save(run, state)
@@ -257,14 +257,14 @@ def measure(run: Run, state: State) -> tuple[State, Ending | None]:
     metrics = {f"{EVAL}{name}": value for name, value in means.items()}
     best = state.best
     if wanted(options.best).metric.startswith(EVAL):
-        agreed = gathered(run.world, metrics)[0]  # the numbers of rank 0 decide for all
+        agreed = gathered(run.world, metrics)[0]  # rank 0's numbers, for all ranks
         best = with_evaluation(best, agreed, step=state.step, options=options)
     known = {name: value for name, value in metrics.items() if math.isfinite(value)}
     state = replace(
         state, evaluated=True, metrics={**state.metrics, **known}, best=best, fits=run.fits
     )
     run.records.evaluated(state, metrics, samples.gather(run.world))
-    run.meter.restart()  # its time counts for no step
+    run.meter.restart()  # the evaluation's time counts for no step
     return state, None
 
 
@@ -276,26 +276,26 @@ def held_out(run: Run) -> Iterator[Together]:
 
 
 def save(run: Run, state: State) -> None:
-    """Saves a checkpoint, unless there is one of this state; its time counts for no step."""
+    """Saves a checkpoint, unless this state is saved; the time counts for no step."""
     run.records.save(state)
     run.stop.has_saved()
     run.meter.restart()
 
 
 def may_end_at(run: Run, step: int, state: State) -> bool:
-    """Whether the evaluation after this step may be the last that patience waits for."""
+    """Whether the evaluation after this step may end the run by train.patience."""
     options, best = run.config.train, state.best
     is_waiting = options.patience and best and best.since + 1 >= options.patience
     return bool(is_waiting) and run.is_due(step, options.eval_every)
 
 
 def require_cached_logps(run: Run) -> None:
-    """Requires a policy that begins as the reference to reproduce the log-probs of the cache."""
+    """Requires a policy that starts as the reference to reproduce the cached log-probs."""
     if run.objective.head == "score":
         run.records.say("A reward model has no log-probs to compare with the reference's.")
         return
     if not run.manifest.is_scored:
-        run.records.say("The cache is not scored: the policy's log-probs are compared with none.")
+        run.records.say("The cache is not scored: the policy's log-probs are not compared.")
         return
     if not run.begins_as_reference:
         run.records.say(
@@ -312,7 +312,7 @@ def require_cached_logps(run: Run) -> None:
 
 
 def stopped_at(run: Run, step: int) -> str:
-    """The step of an interrupted run and its checkpoint, as a part of a sentence."""
+    """The step of an interrupted run and its checkpoint, as a clause."""
     saved = run.folder.latest_step()
     if saved is None:
         return f" at step {step:,}, without a checkpoint"

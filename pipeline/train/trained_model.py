@@ -1,4 +1,4 @@
-"""Writes the trained model as a folder others can load, in a draft that is then renamed."""
+"""Writes the trained model as a folder that other programs can load, atomically."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 
 def state_to_write(run: Run, state: State) -> State:
-    """The state whose model is written: the last, or with `train.write_best` the best saved one.
+    """The state whose model is written: the last, or with train.write_best the best checkpoint.
 
-    The latter is loaded into the engine; the checkpoint of the last step stays the newest.
+    The best one is loaded into the engine; the last step's checkpoint stays the newest.
     """
     best, folder = run.config.train.best, run.folder
     if not run.config.train.write_best:
@@ -47,17 +47,16 @@ def state_to_write(run: Run, state: State) -> State:
         found = run_on_rank_zero(run.world, lambda: best_checkpoint(folder, best))
         if found is None:
             raise UsageError(
-                f"train.write_best: no checkpoint has {name}, so none is the best. Write the model "
-                "of the last step: the same command with --set train.write_best=false --resume "
-                "auto."
+                f"train.write_best: no checkpoint has {name}. To write the model of the last step, "
+                "run the same command with --set train.write_best=false --resume auto."
             )
         path = folder.step(found.state.step)
         if why := damage_on_ranks(run.world, path, found):
             raise CHECKPOINTS.damaged(path, why)
     except CorruptionError as error:
         raise CorruptionError(
-            f"{error} train.write_best needs it, for it may be the best: remove or restore it, or "
-            "give the same command with --set train.write_best=false --resume auto."
+            f"{error} It may be the best one, which train.write_best needs: remove or restore it, "
+            "or run the same command with --set train.write_best=false --resume auto."
         ) from error
     if found.state.step != state.step:
         run.engine.load_state(path)
@@ -67,8 +66,8 @@ def state_to_write(run: Run, state: State) -> State:
     known = state.best
     if known and known.metric == best and known.value is not None:
         values = {found.state.step: found.state.metrics[name], known.step: known.value}
-        if best_first(values, best)[0] != found.state.step:  # as before the first step
-            run.records.say(f"step {known.step:,} has a better one, and no checkpoint")
+        if best_first(values, best)[0] != found.state.step:  # for example, step 0
+            run.records.say(f"step {known.step:,} has a better value, but no checkpoint")
     return found.state
 
 
@@ -81,18 +80,18 @@ def write_model(run: Run, state: State) -> None:
 def _write(run: Run, state: State, weights: Mapping[str, Tensor]) -> None:
     lora, source, folder = run.config.lora, Path(run.begins_as.path), run.folder
     require_space_for_model(run)
-    # A training whose last steps have left no numbers is not finished.
+    # A training that ended with NaN weights is not finished.
     fixed = {name for name, one in run.policy.model.named_parameters() if not one.requires_grad}
     for name in weights.keys() - fixed:
         if not is_finite(weights[name]):
             raise NonFiniteError(
                 f"{folder.root}: {name} has weights that are NaN or infinite after the last step, "
-                "so no model is written. Lower train.lr, or use --dtype float32, and begin anew."
+                "so no model is written. Lower train.lr, or use --dtype float32, and start again."
             )
     stops = Stops.of(run.manifest.fingerprint).of_template
     own, value_head = parted(weights)
     merges = lora.enabled and lora.merge
-    if not merges:  # one that was merged before would be taken for this model
+    if not merges:  # an earlier merged model would be mistaken for this one
         remove_model(folder.merged)
 
     def write(draft: Path) -> None:
@@ -118,7 +117,7 @@ def _write(run: Run, state: State, weights: Mapping[str, Tensor]) -> None:
 
 
 def _card(run: Run, state: State, *, is_adapter: bool) -> str:
-    """The README: what was trained by what, on which rows, and everything that it came from."""
+    """The README: model, method, rows, and the origin of each."""
     objective, manifest, policy = run.objective, run.manifest, origin_of(run.begins_as.path)
     is_reward_model = objective.head == "score"
     front = {
@@ -141,8 +140,8 @@ def _card(run: Run, state: State, *, is_adapter: bool) -> str:
         text += [
             "",
             "`value_head.safetensors` holds the value head that was trained with the policy, a "
-            "linear layer on its last hidden states. It is not part of the model; a training by "
-            "ppo that begins from this folder begins with it.",
+            "linear layer on its last hidden states. It is not part of the model; ppo training "
+            "from this folder starts with it.",
         ]
     if is_reward_model:
         of_text = causal_model(run.policy.model).config.get_text_config(decoder=True)
@@ -153,12 +152,12 @@ def _card(run: Run, state: State, *, is_adapter: bool) -> str:
             more = f", num_labels=1, pad_token_id={padding_token}"
         text += [
             "",
-            f"Load it by `{loader}.from_pretrained(folder{more})`. Its one logit is the score of a "
-            "prompt with its completion, read at the last token that is not the padding token "
+            f"Load it with `{loader}.from_pretrained(folder{more})`. Its one logit is the score of "
+            "a prompt with its completion, read at the last token that is not the padding token "
             f"({padding_token}).",
         ]
     stops = Stops.of(manifest.fingerprint)
-    ended = {"a turn": stops.turn, "a call of tools": stops.tool_calls, "plain text": stops.text}
+    ended = {"a turn": stops.turn, "a tool call": stops.tool_calls, "plain text": stops.text}
     tables = {
         "Lineage": {
             "policy began as": policy,

@@ -1,1 +1,1 @@
-"""DeepSpeed as the trainer's engine, and the ranks that it runs on."""
+"""DeepSpeed as the trainer's engine, and its ranks."""

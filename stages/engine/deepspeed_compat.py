@@ -1,4 +1,4 @@
-"""DeepSpeed, imported without its log lines and slow paths; its internals are used here only."""
+"""Imports DeepSpeed without its log lines and slow paths; only this file uses its internals."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Otherwise DeepSpeed detects an accelerator when it is imported, and prints it; it reads this once.
+# Otherwise DeepSpeed detects an accelerator at import and prints it; it reads this once.
 _is_named = "DS_ACCELERATOR" in os.environ
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-# Its autotuner, which is not used here, would load MLflow: seconds and a hundred MiB.
+# Its unused autotuner would load MLflow, which takes seconds and a hundred MiB.
 sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
 try:
     with warnings.catch_warnings():
@@ -32,7 +32,7 @@ finally:
         del os.environ["DS_ACCELERATOR"]
 
 deepspeed: Any = _deepspeed
-# It would spend a minute with the C++ compiler on a faster all-reduce before the first step.
+# Otherwise it compiles a faster all-reduce for a minute before the first step.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 # Without a GPU, ZeRO-3 would start `numactl` in every backward pass.
 _numa.get_numa_cores = functools.cache(_numa.get_numa_cores)
@@ -40,7 +40,7 @@ _numa.get_numa_cores = functools.cache(_numa.get_numa_cores)
 _RUNTIME = deepspeed.runtime
 _STAGE_1_AND_2 = _RUNTIME.zero.stage_1_and_2
 CONFIG_ERROR = _RUNTIME.config.DeepSpeedConfigError
-# It clips, scales the loss and skips steps by itself; torch's optimizers do not.
+# This one clips, scales the loss and skips steps by itself, unlike torch's optimizers.
 WRAPPED_OPTIMIZER = _RUNTIME.base_optimizer.DeepSpeedOptimizer
 # Types in the files of its state besides tensors, numbers and containers.
 STATE_TYPES = (
@@ -58,13 +58,13 @@ def load_cpu_adam() -> None:
 
 @contextmanager
 def while_training() -> Iterator[None]:
-    """Silences the log lines of every step inside, and redirects other lines to stderr."""
+    """Silences the log lines of every step in the block, and sends other lines to stderr."""
     logger = logging.getLogger("DeepSpeed")
     level = logger.level
-    # DeepSpeed's own; a handler of another kind is the host's.
+    # DeepSpeed's own handlers; those of another type belong to the host program.
     streams = [one for one in logger.handlers if type(one) is logging.StreamHandler]
     with warnings.catch_warnings():
-        # DeepSpeed still calls collectives by the names that torch has begun to replace.
+        # DeepSpeed still calls collectives by names that torch has deprecated.
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
         logger.setLevel(logging.ERROR)
         before = [one.setStream(sys.stderr) for one in streams]
@@ -79,14 +79,14 @@ def while_training() -> Iterator[None]:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Drops prints and warnings of DeepSpeed inside; stdout is for the command's result."""
+    """Drops DeepSpeed's prints and warnings in the block; stdout is for the command's result."""
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
 
 
 def forget_first_step(engine: Any) -> None:
-    """Clears the state of the step without gradients that 16-bit DeepSpeed without ZeRO takes."""
+    """Clears the optimizer state after the step without gradients of 16-bit DeepSpeed, ZeRO 0."""
     if isinstance(engine.optimizer, _RUNTIME.fp16.unfused_optimizer.FP16_UnfusedOptimizer):
         engine.optimizer.optimizer.state.clear()
 
@@ -107,19 +107,19 @@ def clear_partitions(optimizer: Any) -> None:
 
 
 def forget_passes(optimizer: Any) -> None:
-    """Resets the ZeRO state that an interrupted forward or backward pass has left behind."""
+    """Resets the ZeRO state after an interrupted forward or backward pass."""
     if not isinstance(optimizer, _RUNTIME.base_optimizer.ZeROOptimizer):
         return
     hooks = optimizer._backward_hook_state
     hooks.backward_active_depth = hooks.remaining_grad_acc_hooks = 0
     hooks.reset_for_new_step()
     for bucket in getattr(optimizer, "ipg_buckets", {}).values():
-        # Of ZeRO-3 the buffer stays: it is made once.
+        # ZeRO-3's buffer stays, because it is made only once.
         getattr(bucket, "clear_params", bucket.clear)()
     if isinstance(optimizer, _STAGE_1_AND_2.DeepSpeedZeroOptimizer):
         optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
         optimizer.extra_large_param_to_reduce.clear()
-        optimizer.ready_for_gradients = False  # or the next pass would not be counted
+        optimizer.ready_for_gradients = False  # otherwise the next pass is not counted
     elif offload := getattr(optimizer, "parameter_offload", None):
         optimizer.params_already_reduced = dict.fromkeys(optimizer.params_already_reduced, False)
         coordinator = offload.get_param_coordinator()
@@ -130,7 +130,7 @@ def forget_passes(optimizer: Any) -> None:
 
 @contextmanager
 def state_written_by(engine: Any, write: Callable[[Any, str], None]) -> Iterator[None]:
-    """Makes the engine write its state's files with `write` inside, without a recovery script."""
+    """Makes the engine write its state by `write` in the block, without a recovery script."""
     engine.checkpoint_engine.save = write
     engine._copy_recovery_script = lambda path: None
     try:
@@ -140,18 +140,18 @@ def state_written_by(engine: Any, write: Callable[[Any, str], None]) -> Iterator
 
 
 def gathered_weight(tensor: Tensor) -> Any:
-    """Gathers inside, on every rank, a tensor that ZeRO-3 may have partitioned."""
+    """Gathers on every rank, in the block, a tensor that ZeRO-3 may have partitioned."""
     is_partitioned = hasattr(tensor, "ds_id")
     return deepspeed.zero.GatheredParameters([tensor]) if is_partitioned else nullcontext()
 
 
 def whole_numel(tensor: Tensor) -> int:
-    """The number of elements of the whole tensor, which ZeRO-3 may have partitioned."""
+    """The number of elements of the unsharded tensor, which ZeRO-3 may have partitioned."""
     return int(getattr(tensor, "ds_numel", tensor.numel()))
 
 
 def whole_ndim(tensor: Tensor) -> int:
-    """The number of dimensions of the whole tensor; a partition of ZeRO-3 has one."""
+    """The number of dimensions of the unsharded tensor; a partition of ZeRO-3 has one."""
     return len(getattr(tensor, "ds_shape", tensor.shape))
 
 
@@ -164,7 +164,7 @@ def shapes_of_groups(engine: Any) -> list[dict[str, torch.Size]]:
 def replace_optimizer_state(engine: Any, state: dict[str, Any]) -> None:
     """Loads this rank's state into the optimizer of ZeRO 1 to 3, as DeepSpeed's loader does."""
     is_sharded = engine.zero_optimization_stage() == 3
-    if is_sharded:  # every parameter has to be partitioned while its part is replaced
+    if is_sharded:  # every parameter must be partitioned while its shard is replaced
         engine.optimizer.checkpoint_event_prologue()
     engine.optimizer.load_state_dict({engine.global_rank: state}, load_from_fp32_weights=True)
     if is_sharded:

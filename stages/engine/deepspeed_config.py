@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration of a run: one of our presets, or the user's own file."""
+"""The DeepSpeed configuration of a run: one of align's presets, or the user's file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("align")
 
 @dataclass(frozen=True)
 class Preset:
-    """A ZeRO stage, and what it offloads to the CPU's memory."""
+    """A ZeRO stage, with what it offloads to the CPU's memory."""
 
     stage: int
     offloads: tuple[str, ...] = ()  # by DeepSpeed's names
@@ -49,17 +49,17 @@ def preset_of(stage: int, *, offloads: bool) -> str:
 
 # The type of each `train.optimizer` in DeepSpeed's configuration.
 TYPES = {"adamw": "AdamW", "adamw8bit": "align.AdamW8bit"}
-# State values per element, each as large as a master weight; lion is one that a file may name.
+# State values per element, each as large as a master weight; only a file can name lion.
 _STATES = {"adam": 2.0, "adamw": 2.0, "lion": 1.0, "align.adamw8bit": 0.5}
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
-# Keys of a user's file under which parameters are stored in a form that only DeepSpeed writes.
+# Keys of a user's file that store parameters in a form that only DeepSpeed writes.
 OWN_FORMS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
 SMALLEST_BUCKET = 1_000_000
 
 
 @dataclass(frozen=True)
 class EngineContext:
-    """The values besides the options that a configuration depends on."""
+    """The values, beside the options, that decide a configuration."""
 
     dtype: str  # of the policy: float32, bfloat16 or float16
     hidden_size: int
@@ -68,10 +68,10 @@ class EngineContext:
 
 
 def engine_config(options: TrainOptions, context: EngineContext) -> dict[str, Any]:
-    """The config for `deepspeed.initialize`, with every value that our options decide."""
+    """The config for `deepspeed.initialize`, with every value that align's options decide."""
     name, dtype = options.deepspeed, context.dtype
     if name == "auto":
-        # 16-bit weights need float32 master weights, which ZeRO keeps; else one rank needs no ZeRO.
+        # 16-bit weights need float32 master weights, which ZeRO keeps; one float32 rank needs none.
         name = "zero0" if context.world_size == 1 and dtype == "float32" else "zero1"
     ours = _ours(options, context)
     theirs: dict[str, Any] = {}
@@ -84,27 +84,26 @@ def engine_config(options: TrainOptions, context: EngineContext) -> dict[str, An
         block = config["optimizer"]
         offloads = offloads_optimizer(config)
         if block["type"] == "AdamW" and not (context.device == "cuda" and offloads):
-            # DeepSpeed's own kernels are compiled at the first start, which needs a compiler. Only
-            # its AdamW of states in the CPU's memory is worth it.
+            # DeepSpeed's own kernels need a compiler at the first start, which is only worth it for
+            # the AdamW of states in the CPU's memory.
             torchs = {"torch_adam": True, **({"fused": True} if context.device == "cuda" else {})}
             config["optimizer"] = block | {"params": block["params"] | torchs}
     stage = stage_of(config)
     if options.optimizer_dtype != "float32" and dtype != "bfloat16":
         raise UsageError(
-            f"train.optimizer_dtype is bfloat16, and the policy is trained in {dtype}. Set "
-            "train.dtype to bfloat16, or leave train.optimizer_dtype at float32."
+            f"train.optimizer_dtype is bfloat16, but the policy is trained in {dtype}. Set "
+            "train.dtype to bfloat16, or train.optimizer_dtype to float32."
         )
     if options.optimizer_dtype != "float32" and stage < 2:
-        # There DeepSpeed would keep them in float32 and not say so, or refuse in its own words.
+        # In these stages DeepSpeed silently keeps them in float32, or fails.
         raise UsageError(
-            f"train.optimizer_dtype is bfloat16, and train.deepspeed={options.deepspeed} is ZeRO "
+            f"train.optimizer_dtype is bfloat16, but train.deepspeed={options.deepspeed} is ZeRO "
             f"{stage}, which keeps master weights in float32. Use --deepspeed zero2 or zero3."
         )
     if dtype == "float16" and not stage:
-        # DeepSpeed divides by the loss scale there, but does not multiply by it.
+        # In this stage DeepSpeed divides by the loss scale, but does not multiply by it.
         raise UsageError(
-            f"{options.deepspeed}: float16 is not trained rightly without ZeRO. "
-            "Use zero1, or set train.dtype to bfloat16."
+            f"{options.deepspeed}: float16 needs ZeRO. Use zero1, or set train.dtype to bfloat16."
         )
     return config
 
@@ -112,9 +111,9 @@ def engine_config(options: TrainOptions, context: EngineContext) -> dict[str, An
 def loading_config(
     options: TrainOptions, world: World, context: EngineContext
 ) -> dict[str, Any] | None:
-    """The config by which transformers loads a policy in parts under ZeRO-3.
+    """The config for loading a policy sharded under ZeRO-3.
 
-    None under any other stage, and where the engine has to partition a whole model.
+    None in any other stage, and if the engine must partition a fully loaded model.
     """
     config = engine_config(options, context)
     if stage_of(config) != 3:
@@ -124,16 +123,16 @@ def loading_config(
     if zero.get("offload_param", {}).get("device") == "nvme":
         reasons.append("offload_param keeps it on NVMe")
     if reasons and world.rank == 0:
-        logger.info("The policy is loaded whole on every rank, then sharded: %s.", reasons[0])
+        logger.info("The policy is loaded on every rank, then sharded: %s.", reasons[0])
     return None if reasons else config
 
 
 def _ours(options: TrainOptions, context: EngineContext) -> dict[str, Any]:
-    """The part of the configuration that align's options decide under every ZeRO stage."""
+    """The part of the configuration that align's options decide in every ZeRO stage."""
     hidden_size = context.hidden_size
     config: dict[str, Any] = {
-        # The number of micro-batches differs from step to step, and the losses are parts of a
-        # global mean already: DeepSpeed must divide by the number of ranks only.
+        # The losses are already parts of a global mean, and the number of micro-batches changes
+        # from step to step: DeepSpeed must only divide by the number of ranks.
         "train_batch_size": context.world_size,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -172,11 +171,11 @@ def _preset(preset: Preset, ours: dict[str, Any], context: EngineContext) -> dic
     zero |= {name: dict(in_memory) for name in preset.offloads}
     config = ours | {"zero_optimization": zero}
     if context.dtype == "float16":
-        # The default initial loss scale is so high that the first steps of any run would overflow,
-        # and each would count as a step that is not finite.
+        # With the default initial loss scale, the first steps of any run overflow, and each counts
+        # as a step that is not finite.
         config["fp16"] = ours["fp16"] | {"initial_scale_power": 12, "hysteresis": 1}
     if stage and context.dtype in PRECISIONS:
-        # In 16 bits the sum would depend on how a step is cut into micro-batches.
+        # In 16 bits the sum would depend on the micro-batches of a step.
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
 
@@ -186,23 +185,23 @@ def _read(name: str) -> dict[str, Any]:
     if not path.is_file():
         hint = did_you_mean(closest(name, ("auto", *PRESETS)))
         raise UsageError(
-            f"train.deepspeed is {name!r}: neither auto nor one of {', '.join(PRESETS)} nor a "
-            f"file.{hint}"
+            f"train.deepspeed is {name!r}. Use auto, one of {', '.join(PRESETS)}, or a JSON file."
+            f"{hint}"
         )
     try:
         config = json.loads(path.read_bytes(), object_pairs_hook=_once)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: not readable as JSON ({error}).") from error
+        raise UsageError(f"{path}: not readable as JSON ({error}). Correct the file.") from error
     if not isinstance(config, dict):
-        raise UsageError(f"{path}: expected a JSON object.")
+        raise UsageError(f"{path}: must hold one JSON object.")
     return config
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object, of which a name that is there twice is refused: the last would count unnoticed."""
+    """A JSON object; refuses repeated names, of which JSON readers silently use the last."""
     names = [name for name, _ in pairs]
     if twice := next((name for name in names if names.count(name) > 1), ""):
-        raise ValueError(f"{twice!r} is there twice")
+        raise ValueError(f"{twice!r} is repeated")
     return dict(pairs)
 
 
@@ -210,13 +209,13 @@ AUTO = "auto"
 # Blocks that are refused with any content, and the reason.
 REFUSED = {
     "scheduler": "train.schedule, train.warmup and train.min_lr decide the learning rate",
-    "elasticity": "DeepSpeed no longer trains elastically; start again with --resume auto",
+    "elasticity": "not supported; start again with --resume auto",
     "amp": "NVIDIA apex is not supported; use train.dtype",
     "torch_autocast": "train.dtype decides the precision",
-    "tensor_parallel": "every rank is given rows of its own",
-    "pipeline": "every rank is given rows of its own",
-    "sequence_parallel_size": "every rank is given rows of its own",
-    "managed_gradient_accumulation": "the number of micro-batches is decided step by step",
+    "tensor_parallel": "every rank gets rows of its own",
+    "pipeline": "every rank gets rows of its own",
+    "sequence_parallel_size": "every rank gets rows of its own",
+    "managed_gradient_accumulation": "the number of micro-batches changes from step to step",
 }
 OPTION_OF = {
     "gradient_clipping": "train.max_grad_norm",
@@ -280,7 +279,7 @@ def filled(
         lines = "".join(f"\n  {line}" for line in wrong)
         raise UsageError(
             f"{source} contradicts the options of this run:{lines}\n"
-            'Change one of the two, or write "auto" in the file.'
+            'Change one of them, or write "auto" in the file.'
         )
 
     for key in BATCHES:
@@ -294,18 +293,16 @@ def filled(
         params = config["optimizer"].setdefault("params", {})
         config["optimizer"]["params"] = copy.deepcopy(ours["optimizer"]["params"]) | params
     if left := [key for key, value in leaves(config) if value == AUTO]:
-        raise UsageError(f'{source}: align has no value for the "auto" of {", ".join(left)}.')
+        raise UsageError(f'{source}: write a value instead of "auto" for {", ".join(left)}.')
     return config
 
 
 def _require_sound(config: dict[str, Any], source: str) -> None:
-    """Refuses what makes no sense with any options."""
+    """Refuses values that are wrong with any options."""
     for key in config:
         if key not in KNOWN:  # DeepSpeed would ignore it
             hint = did_you_mean(closest(key, KNOWN))
-            raise UsageError(
-                f"{source}: DeepSpeed knows no {key!r}.{hint} Correct it or take it out."
-            )
+            raise UsageError(f"{source}: DeepSpeed has no key {key!r}.{hint} Correct or remove it.")
     for key in BLOCKS:
         if not isinstance(_at(config, key), dict | None):
             raise UsageError(f"{source}: {key} must be an object.")
@@ -313,7 +310,7 @@ def _require_sound(config: dict[str, Any], source: str) -> None:
         raise UsageError(f"{source}: bf16 and fp16 are both enabled; leave one of them.")
     stage = stage_of(config)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise UsageError(f"{source}: zero_optimization.stage is {stage!r:.60}; it is 0, 1, 2 or 3.")
+        raise UsageError(f"{source}: zero_optimization.stage is {stage!r:.60}. Use 0, 1, 2 or 3.")
 
 
 def _contradictions(config: dict[str, Any], ours: dict[str, Any], batch_size: int) -> Iterator[str]:
@@ -321,7 +318,7 @@ def _contradictions(config: dict[str, Any], ours: dict[str, Any], batch_size: in
         if key in config:
             yield f"{key}: {reason}"
     kind, wanted = _at(config, "optimizer.type"), _at(ours, "optimizer.type")
-    # The file may name one that train.optimizer does not have.
+    # The file may name an optimizer that train.optimizer does not have.
     if wanted != "AdamW" and kind not in (None, AUTO, wanted):
         yield f"optimizer.type: {kind!s:.60} in the file, {wanted} here (train.optimizer)"
     expected = ours | {

@@ -51,12 +51,12 @@ def open_engine(
     config = engine_config(options, EngineContext(dtype, hidden_size, world.size, device))
     config = with_adam_for_cpu(config, world)
     is_partitioned = stage_of(config) == 3
-    theirs = deepcopy(config)  # DeepSpeed completes the dict it is given
+    theirs = deepcopy(config)  # DeepSpeed changes its argument
     params = theirs["optimizer"].get("params", {})
     rate = params.get("lr")
     if rate is not None:
-        # In 16 bits without ZeRO DeepSpeed takes a step without gradients when it is created,
-        # which must not decay the weights.
+        # In 16 bits without ZeRO, DeepSpeed takes a step without gradients at creation, which must
+        # not decay the weights.
         params["lr"] = 0.0
     make = own_optimizer(theirs)
     try:
@@ -77,7 +77,8 @@ def open_engine(
     ) as error:
         why = " ".join((str(error) or type(error).__name__).split())
         raise UsageError(
-            f"DeepSpeed refuses train.deepspeed={options.deepspeed} with {dtype} ({why})."
+            f"DeepSpeed refuses train.deepspeed={options.deepspeed} with {dtype} ({why}). Change "
+            "train.deepspeed."
         ) from error
     forget_first_step(engine)
     opened = DeepSpeedEngine(engine, world)
@@ -102,7 +103,7 @@ def own_optimizer(config: dict[str, Any]) -> Callable[[Any], torch.optim.Optimiz
 
 
 def with_adam_for_cpu(config: dict[str, Any], world: World) -> dict[str, Any]:
-    """The config, with torch's AdamW where it asks for one that a rank cannot compile."""
+    """The config, with torch's AdamW if a rank cannot compile DeepSpeed's for the CPU."""
     block = config.get("optimizer", {})
     params = block.get("params", {})
     is_adam = str(block.get("type", "")).lower() in {"adam", "adamw"}
@@ -110,8 +111,8 @@ def with_adam_for_cpu(config: dict[str, Any], world: World) -> dict[str, Any]:
         return config
     if world.rank == 0:
         logger.info(
-            "The optimizer's state is in the CPU's memory: compiling DeepSpeed's AdamW for the "
-            "CPU, which takes about a minute the first time."
+            "Compiling DeepSpeed's AdamW for optimizer states in the CPU's memory, which takes "
+            "about a minute the first time."
         )
     failure = ""
     try:
@@ -124,15 +125,15 @@ def with_adam_for_cpu(config: dict[str, Any], world: World) -> dict[str, Any]:
         return config
     if world.rank == 0:
         logger.warning(
-            "DeepSpeed's AdamW for the CPU cannot be compiled (%s): torch's is used instead, which "
-            "is slower. To have it, install a C++ compiler and ninja.",
+            "DeepSpeed's AdamW for the CPU cannot be compiled (%s): torch's slower one is used. "
+            "Install a C++ compiler and ninja to avoid this.",
             failures[0],
         )
     return {**config, "optimizer": block | {"params": params | {"torch_adam": True, "fused": True}}}
 
 
 def parameter_groups(policy: nn.Module, config: Mapping[str, Any]) -> list[Any]:
-    """Trained parameters in groups: matrices have weight decay; biases and norms have none."""
+    """Trained parameters in two groups: matrices with weight decay, biases and norms without."""
     learning = {name: one for name, one in policy.named_parameters() if one.requires_grad}
     if not config.get("optimizer", {}).get("params", {}).get("weight_decay"):
         return [*learning.values()]
@@ -144,7 +145,7 @@ def parameter_groups(policy: nn.Module, config: Mapping[str, Any]) -> list[Any]:
 
 
 class DeepSpeedEngine:
-    """One policy, sharded over the ranks in any way, with its forward pass and its updates."""
+    """A policy, sharded over the ranks in any way, with its forward pass and updates."""
 
     def __init__(self, engine: Any, world: World) -> None:
         self._engine = engine
@@ -162,23 +163,23 @@ class DeepSpeedEngine:
         return dict(zip(names, self._engine(tuple(trees)), strict=True))
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Adds this micro-batch's gradient; the last one of a step reduces what is still local."""
+        """Adds this micro-batch's gradient; the last one of a step also reduces local gradients."""
         on_cpu = self._engine.device.type == "cpu"
         if on_cpu:
-            give_holes_back()  # of the forward pass, and below of this one
+            give_holes_back()  # after the forward pass; below, after the backward pass
         self._engine.set_gradient_accumulation_boundary(is_last)
-        # DeepSpeed takes the mean of the gradients over ranks; these are parts, to be summed.
+        # DeepSpeed averages the gradients over ranks, but these must be summed.
         self._engine.backward(loss * self.world.size, scale_wrt_gas=False)
         if on_cpu:
             give_holes_back()
 
     def step(self) -> Update:
-        """Clips, updates and clears the gradients; where one is not finite it only clears."""
+        """Clips, updates and clears the gradients; if one is not finite, only clears them."""
         engine = self._engine
         is_wrapped = isinstance(engine.optimizer, WRAPPED_OPTIMIZER)
         if not is_wrapped:
-            # DeepSpeed checks no norm for NaN in float32 without ZeRO. The gradients are reduced
-            # already, so every rank computes the same number.
+            # In float32 without ZeRO, DeepSpeed does not check the norm for NaN. The gradients are
+            # already reduced, so every rank computes the same norm.
             gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(gradients))
             if not math.isfinite(norm):
@@ -193,12 +194,12 @@ class DeepSpeedEngine:
         return Update(applied=applied, grad_norm=norm)
 
     def skip(self) -> None:
-        """Clears the gradients without an update, those of an interrupted pass too."""
+        """Clears the gradients, also those of an interrupted pass, without an update."""
         forget_passes(self._engine.optimizer)
         self._clear_gradients()
 
     def _clear_gradients(self) -> None:
-        """Clears every gradient, also those that are reduced already."""
+        """Clears every gradient, also reduced ones."""
         self._engine.zero_grad()
         self._engine.optimizer.zero_grad(set_to_none=True)
         clear_partitions(self._engine.optimizer)
@@ -210,8 +211,8 @@ class DeepSpeedEngine:
     def learn_mode(self, *, dropout_seed: int | None) -> None:
         """Sets training mode with dropout from this seed; None sets evaluation mode.
 
-        Gradient checkpointing works in training mode only: gradients need a seed, even if the
-        policy was loaded without dropout.
+        Gradient checkpointing works only in training mode, so gradients need a seed even for a
+        policy without dropout.
         """
         self._engine.train(dropout_seed is not None)
         if dropout_seed is not None:
@@ -223,20 +224,20 @@ class DeepSpeedEngine:
             group["lr"] = lr
 
     def save_state(self, folder: Path) -> tuple[str, ...]:
-        """Writes this rank's state, from which it resumes bit for bit, into an empty folder.
+        """Writes this rank's state, for a bit-equal resume, into an empty folder.
 
         Returns the files this rank wrote, relative to the folder.
         """
         return deepspeed_state.save(self._engine, folder)
 
     def load_state(self, folder: Path) -> None:
-        """Loads what any number of ranks wrote by `save_state` in the same ZeRO stage."""
+        """Loads a state that any number of ranks saved in the same ZeRO stage."""
         deepspeed_state.load(self._engine, folder, self.world)
 
     def weights(self, *, trainable_only: bool = False) -> Mapping[str, Tensor]:
-        """The policy on the CPU, by the names of its parameters; empty but on rank 0.
+        """The policy's tensors on the CPU by parameter name; empty on all ranks except rank 0.
 
-        All ranks call it together. Tied parameters are given once, saved buffers are included.
+        All ranks call this together. Tied parameters appear once; saved buffers are included.
         """
         policy, rank = self._engine.module, self.world.rank
         return whole_weights(policy, rank=rank, trainable_only=trainable_only)

@@ -1,4 +1,4 @@
-"""Engine state on disk, loaded without executing pickles; the policy's weights on rank 0."""
+"""Saves and loads engine state without executing pickles; collects weights on rank 0."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def save(engine: Any, folder: Path) -> tuple[str, ...]:
 
 
 def load(engine: Any, folder: Path, world: World) -> None:
-    """Loads this rank's part of a state, which any number of ranks saved in the same ZeRO stage."""
+    """Loads this rank's part of a state that any number of ranks saved in the same ZeRO stage."""
     stage = int(engine.zero_optimization_stage())
 
     def read() -> tuple[Mapping[str, Any], dict[str, Any] | None]:
-        """What rank 0 saved of the model, and the optimizer's state if it has to be cut anew."""
+        """Rank 0's state of the model, and the optimizer's state if it must be resharded."""
         with _refusing(folder):
             model = _mapped(min((folder / TAG).glob("*mp_rank_00_model_states.pt")))
             _require_same_parameters(model, engine)
             ranks = int(model["dp_world_size"])
-            if stage == 0:  # every rank has all of it, for any number of ranks
+            if stage == 0:  # every rank has the full state
                 return model, None
             paths = {
                 one.name.removeprefix("bf16_"): one for one in (folder / TAG).glob("*_optim_*")
@@ -61,11 +61,11 @@ def load(engine: Any, folder: Path, world: World) -> None:
             saved = [_mapped(paths[name])["optimizer_state_dict"] for name in names]
             if ranks == world.size:
                 return model, None
-            from .resized_state import resized  # noqa: PLC0415 - of other ranks
+            from .resized_state import resized  # noqa: PLC0415 - few runs need it
 
             return model, resized(engine, model, saved, rank=world.rank, ranks=world.size)
 
-    # All ranks have read theirs before one of them enters a collective.
+    # All ranks have read their parts before one of them enters a collective call.
     model, optimizer = run_on_all_ranks(world, read)
     with _refusing(folder), quietly(), _data_only():
         if optimizer is None:
@@ -74,7 +74,7 @@ def load(engine: Any, folder: Path, world: World) -> None:
             engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=is_whole)
             return
         stored = model["module"]
-        if stage == 3:  # there the weights follow the optimizer's
+        if stage == 3:  # the optimizer's state has the weights
             stored = {name: stored[name] for name in model["buffer_names"]}
         engine.module.load_state_dict(stored, strict=False)
         replace_optimizer_state(engine, optimizer)
@@ -83,13 +83,13 @@ def load(engine: Any, folder: Path, world: World) -> None:
 
 
 def _mapped(path: Path) -> Any:
-    """A file's content, which is read from the disk when it is used."""
+    """A file's content, memory-mapped."""
     with torch.serialization.safe_globals(list(STATE_TYPES)):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def _require_same_parameters(model: Mapping[str, Any], engine: Any) -> None:
-    """ValueError unless the parameters that were trained are those of the engine, in its order."""
+    """ValueError unless the saved trained parameters are the engine's, in its order."""
     if engine.zero_optimization_stage():
         live, stored = (
             [(name, tuple(shape)) for group in groups for name, shape in group.items()]
@@ -98,7 +98,7 @@ def _require_same_parameters(model: Mapping[str, Any], engine: Any) -> None:
     else:
         named = dict(engine.module.named_parameters())
         live = [(name, tuple(one.shape)) for name, one in named.items() if one.requires_grad]
-        # Beside what was trained there are buffers, and other names of weights that are tied.
+        # The state also has buffers, and other names of tied weights.
         others = {*model["buffer_names"], *engine.module.state_dict()} - named.keys()
         tensors = model["module"].items()
         stored = [(name, tuple(one.shape)) for name, one in tensors if name not in others]
@@ -114,28 +114,28 @@ def _refusing(folder: Path) -> Iterator[None]:
     except AlignError:
         raise
     except Exception as error:  # torch's loader raises anything
-        # Torch's own words would have it opened with all its code.
+        # Torch's own message recommends loading the file with code execution.
         is_pickle = isinstance(error, pickle.UnpicklingError)
         why = "it holds more than tensors" if is_pickle else _first_line(error)
         raise CorruptionError(
             f"{folder} does not fit the model and engine of this run ({why}). Use "
-            "the model, optimizer and train.dtype that it was saved with."
+            "the model, optimizer and train.dtype with which it was saved."
         ) from error
 
 
 @contextmanager
 def _failing_late(engine: Any) -> Iterator[list[Path]]:
-    """Delays a rank's write error until after the collectives that its peers wait in."""
+    """Delays a rank's write error until after the collective calls in which its peers wait."""
     write, written, failures = engine.checkpoint_engine.save, [], []
 
     def save_or_note(state_dict: Any, path: str) -> None:
         written.append(Path(path))
         if CONFIG in state_dict:
-            # DeepSpeed adds its configuration, which may hold keys of other services.
+            # DeepSpeed adds its configuration, which may contain secrets of other services.
             state_dict = {**state_dict, CONFIG: masked(state_dict[CONFIG])}
         try:
             write(state_dict, path)
-        except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
+        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
             failures.append(error)
 
     with state_written_by(engine, save_or_note):
@@ -148,7 +148,7 @@ def _failing_late(engine: Any) -> Iterator[list[Path]]:
 
 @contextmanager
 def _data_only() -> Iterator[None]:
-    """Makes torch load tensors and a few types only, where DeepSpeed asks for whole pickles."""
+    """Makes torch load only tensors and a few types, although DeepSpeed asks for full pickles."""
     before = os.environ.get(FORCE)
     os.environ[FORCE] = "1"
     try:
@@ -169,7 +169,7 @@ WRAPPED = "model."  # prefix of the model's names in the policy
 
 
 def whole_weights(policy: nn.Module, *, rank: int, trainable_only: bool) -> Mapping[str, Tensor]:
-    """Parameters, tied ones once, and saved buffers, on rank 0; a collective.
+    """Parameters, tied ones once, and saved buffers, on rank 0; a collective call.
 
     Weights outside of the model keep the policy's names: `value_head.weight`.
     """
@@ -177,7 +177,7 @@ def whole_weights(policy: nn.Module, *, rank: int, trainable_only: bool) -> Mapp
     for name, tensor in _tensors(policy):
         if trainable_only and not tensor.requires_grad:
             continue
-        # One at a time, so that no device ever holds the whole of a partitioned model.
+        # One at a time, so that no device ever holds all of a sharded model.
         with gathered_weight(tensor):
             if rank == 0:
                 weights[name.removeprefix(WRAPPED)] = tensor.detach().to("cpu", copy=True)
@@ -194,7 +194,7 @@ AT_ONCE = 1 << 24  # values
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether all are finite, looked at some at a time: torch makes a copy to tell."""
+    """Whether all values are finite, in chunks because torch makes a copy for this check."""
     flat = values.reshape(-1)
     starts = range(0, flat.numel(), AT_ONCE)
     return all(bool(flat[at : at + AT_ONCE].isfinite().all()) for at in starts)

@@ -23,7 +23,7 @@ from .launchers import launcher_environment, world_of
 logger = logging.getLogger("align")
 
 TIMEOUT = timedelta(seconds=600)
-# While one rank hashes a cache or writes a model the others wait; one that dies is noticed at once.
+# Other ranks wait while one hashes a cache or writes a model; a dead rank is noticed at once.
 PATIENCE = timedelta(hours=2)
 _ANSWER_SECONDS = 0.05  # between two polls of the store
 _PATIENT_GROUP: list[Any] = []  # one process group, while there is more than one rank
@@ -63,7 +63,7 @@ def _join(world: World) -> None:
         torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
     if world.size == 1:
-        # A store in memory needs no port, so any number of runs may start at the same time.
+        # An in-memory store needs no port, so any number of runs may start at the same time.
         alone: Any = {"store": _STORES["HashStore"](), "rank": 0, "world_size": 1}
         distributed.init_process_group(backend, timeout=TIMEOUT, **alone)
         return
@@ -73,18 +73,18 @@ def _join(world: World) -> None:
     except (distributed.DistError, ValueError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise UsageError(
-            f"rank {world.rank} of {world.size} cannot join its peers at {address} "
-            f"({str(error).splitlines()[0]}). Check that every rank was started and that the "
-            "address can be reached from each machine."
+            f"rank {world.rank} of {world.size} cannot join the other ranks at {address} "
+            f"({str(error).splitlines()[0]}). Check that every rank was started and that each "
+            "machine can reach the address."
         ) from error
 
 
 def _rendezvous(world: World) -> dict[str, Any]:
     """The arguments of a process group in a store of its own.
 
-    torchrun keeps one store while it restarts ranks, and keys of the previous ranks would mislead
-    the present ones. Rank 0 creates a fresh rendezvous id and answers each rank's one-time nonce
-    with it: an answer to a rank that has died is read by nobody.
+    torchrun keeps one store when it restarts ranks, and old keys would mislead the new ranks. So
+    rank 0 creates a fresh rendezvous id and answers each rank's one-time nonce with it; an answer
+    to a dead rank is never read.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
@@ -114,7 +114,7 @@ def _answer_until_here(store: Any, meeting: str, missing: set[int]) -> None:
 
 
 def _devices(world: World) -> list[int]:
-    """The GPU of a rank, if there is one."""
+    """The GPU of a rank, if any, as a list."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [world.local_rank % count] if count else []
 
@@ -139,7 +139,7 @@ def run_on_rank_zero(world: World, action: Callable[[], T]) -> T:
 
 
 def run_on_all_ranks(world: World, action: Callable[[], T]) -> T:
-    """This rank's result of an action that every rank runs; an AlignError is raised on all."""
+    """This rank's result of an action that all ranks run; an AlignError is raised on all ranks."""
     own = _outcome(action)
     refusal = own if isinstance(own, AlignError) else None
     for other in gathered(world, refusal):
@@ -148,7 +148,7 @@ def run_on_all_ranks(world: World, action: Callable[[], T]) -> T:
 
 
 def gathered(world: World, mine: T) -> list[T]:
-    """The values that the ranks pass, in the order of ranks."""
+    """The values of all ranks, in rank order."""
     if world.size == 1:
         return [mine]
     every: list[Any] = [None] * world.size
@@ -157,7 +157,7 @@ def gathered(world: World, mine: T) -> list[T]:
 
 
 def agreed(world: World, holds: bool) -> bool:
-    """Whether something holds on every rank."""
+    """Whether `holds` is true on every rank."""
     return all(gathered(world, holds))
 
 
@@ -183,7 +183,7 @@ def total(values: Tensor) -> Tensor:
 
 @contextmanager
 def naming_lost_peers(world: World) -> Iterator[None]:
-    """Raises the failure of a collective as a PeerError: another rank has ended."""
+    """Raises the failure of a collective call as a PeerError: another rank has ended."""
     try:
         yield
     except RuntimeError as error:
@@ -191,11 +191,11 @@ def naming_lost_peers(world: World) -> Iterator[None]:
             raise
         first_line = str(error).partition("\n")[0]
         raise PeerError(
-            f"Rank {world.rank} lost another rank ({first_line}). Its own message says why. "
+            f"Rank {world.rank} lost another rank ({first_line}), whose message has the reason. "
             "Start all ranks again with --resume auto."
         ) from error
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:
-    """Gloo's errors have no type of their own."""
+    """Whether an error is of a collective call; Gloo's errors have no type of their own."""
     return isinstance(error, distributed.DistError) or "gloo" in str(error)

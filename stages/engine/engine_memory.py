@@ -1,4 +1,4 @@
-"""DeepSpeed's memory on one rank for each ZeRO stage, in bytes, as it was measured.
+"""DeepSpeed's measured memory on one rank for each ZeRO stage, in bytes.
 
 For N trainable elements, L = N / ranks of them on a rank, and weights of b bytes:
 
@@ -11,9 +11,9 @@ For N trainable elements, L = N / ranks of them on a rank, and weights of b byte
     2, bfloat16  b N       4 L      8 L      4 L + b L    (4 + b) L    4 L
     3            b L       4 L      8 L      4 L          4 L          8 L
 
-`first` and `gradients` stand beside the activations of the first micro-batch of a step and of a
-later one, `update` beside weights, master weights and states. The states are those of AdamW. An
-update that is not fused, as on a CPU, takes up to 8 L more.
+`first` adds to the activations of a step's first micro-batch, `gradients` to those of a later one,
+and `update` to weights, master weights and states. The states are AdamW's. An update that is not
+fused, as on a CPU, takes up to 8 L more.
 """
 
 from __future__ import annotations

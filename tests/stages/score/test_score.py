@@ -244,7 +244,9 @@ def prompts_and_branches(draw):
 def test_trees_hold_each_wanted_branch_once_behind_its_own_prompt(case, budget, hidden_size):
     groups, row_of, prompts, lengths = case
     cost = TreeCost(hidden_size, budget)
-    trees = plan_trees(groups, row_of, prompt_lengths=prompts, branch_lengths=lengths, cost=cost)
+    trees = plan_trees(
+        groups, row_of, prompt_lengths=prompts, completion_lengths=lengths, cost=cost
+    )
     held = [branch for tree in trees for branch in tree.branches]
     assert sorted(held) == sorted(branch for group in groups for branch in group)
     group_of = {branch: number for number, group in enumerate(groups) for branch in group}
