@@ -1,1 +1,1 @@
-"""In which order things are done."""
+"""The commands, each as a sequence of stages."""

@@ -1,4 +1,4 @@
-"""The part of the work that one of several processes does, without a word between them."""
+"""Divides work among processes that do not communicate."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class Part:
         """Reads `2/8`."""
         found = PART.fullmatch(text)
         if not found or int(found[1]) > int(found[2]):
-            raise UsageError(f"--part {text}: expected I/N, from 1/N to N/N; for example 2/8.")
+            raise UsageError(f"--part {text}: write I/N, from 1/N to N/N, for example 2/8.")
         return Part(int(found[1]), int(found[2]))
 
     def of(self, costs: Sequence[float]) -> list[int]:
         """The items of this part, the most expensive first.
 
-        All items are dealt out in the order of their costs, so parts are about equal, and every
-        process that knows the costs knows whose each item is.
+        Items are dealt out in the order of their costs, so parts are about equal, and every process
+        computes the same division from the costs.
         """
         order = sorted(range(len(costs)), key=lambda item: (-costs[item], item))
         return order[self.number - 1 :: self.count]
 
     def first_of(self, costs: Sequence[float]) -> list[int]:
-        """All items, those of this part first: work that every part needs before it goes on.
+        """All items, those of this part first, for work that every part waits for.
 
-        The others follow from their far end, where the parts at work on them come last.
+        The other parts' items follow in reverse, so they are not done twice at the same time.
         """
         own = self.of(costs)
         others = {*range(len(costs))} - {*own}
@@ -53,7 +53,7 @@ WHOLE = Part()
 
 
 def part_of(given: str | None, environment: Mapping[str, str]) -> Part | None:
-    """The part that --part names, or that of a rank of torchrun, deepspeed or srun; None: all."""
+    """The part of --part, or of a rank of torchrun, deepspeed or srun; None: all items."""
     world = world_apart(environment)
     if given and world.size > 1:
         raise UsageError("--part: each rank of a launcher makes its own part. Leave --part out.")

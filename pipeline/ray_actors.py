@@ -1,7 +1,7 @@
-"""Work in the actors of a Ray cluster, or of one on this machine that ends with the run.
+"""Runs work in actors of a Ray cluster, or of a local cluster that ends with the run.
 
-Only numbers of items and small results pass through Ray. An item may be made twice, so one whose
-actor or node died is made again by the next actor that is free.
+Only item numbers and small results pass through Ray. An item may be done twice, so if its actor or
+node dies, the next free actor does it again.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ Result = TypeVar("Result")
 
 logger = logging.getLogger("align")
 
-DEATHS = 3  # of actors at one item, which then is the cause
+DEATHS = 3  # of actors at one item before the run fails
 SECONDS_PER_LOOK = 1.0
-OBJECT_STORE_BYTES = 128 * 1024 * 1024  # of a cluster of our own: no rows pass through it
+OBJECT_STORE_BYTES = 128 * 1024 * 1024  # of a local cluster: no rows pass through it
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_AUTO_CONNECT": "0",  # a thread that outlives the run begins no cluster of its own
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # a late thread must not start a cluster of its own
 }
-# As Ray does by itself on other systems; it reads its environment when it is imported.
+# Ray does this by itself on other systems; it reads its environment at import.
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-# What the command sets for itself, for actors on machines where it does not run.
+# Variables that the command sets for itself, and here for actors on other machines.
 NO_KERNELS = {"USE_HUB_KERNELS": "0"}
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # in Ray's messages
 
 
 def require_executor(options: ScoringOptions, part: Part | None) -> None:
-    """Refuses Ray for a part, or where it is not installed; does not import it."""
+    """Refuses Ray for a part, or if it is not installed; does not import it."""
     if options.executor != "ray":
         return
     if part:
         raise UsageError(
-            "--executor ray: a part, or a rank, works in its own process. Leave out one of the two."
+            "--executor ray: a part, or a rank, works in its own process. Leave out one of them."
         )
     if find_spec("ray") is None:
         raise UsageError(
@@ -67,17 +67,17 @@ def run_on_ray(
     workers: int | None,
     gpus: float,
 ) -> Generator[tuple[int, Result]]:
-    """Each item with what the function makes of it, as they are done; `noun` names an item.
+    """Each item with the function's result, in order of completion; `noun` names an item.
 
-    The function is sent to each actor once, so what it opens it may keep for the next item. Without
-    an address they are of a cluster on this machine, for this run. Each of the workers has so many
-    GPUs; 0 workers are one for each GPU or machine, None is one for each core.
+    The function is sent to each actor once, so it may keep what it opens for the next item. Without
+    an address, a local cluster is started for this run. Each worker gets `gpus` GPUs. 0 workers
+    means one per GPU or machine, None means one per core.
     """
     with _connected(address) as ray:
         make = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0)(_Actor)
         waiting, deaths = deque(items), Counter[int | None]()
         idle: list[Any] = []
-        pending: dict[Any, tuple[Any, int | None]] = {}  # by what Ray calls their result
+        pending: dict[Any, tuple[Any, int | None]] = {}  # by Ray's reference to the result
 
         def begin() -> None:
             actor = make.remote(function)
@@ -86,7 +86,7 @@ def run_on_ray(
         for _ in range(min(workers or _count(ray, workers, gpus), len(items))):
             begin()
         while waiting or any(item is not None for _, item in pending.values()):
-            # An actor for which the cluster has no room is never ready, and gets no item.
+            # An actor without room in the cluster never becomes ready, and gets no item.
             while waiting and idle:
                 actor, number = idle.pop(), waiting.popleft()
                 pending[actor.make.remote(number)] = actor, number
@@ -99,13 +99,13 @@ def run_on_ray(
                     deaths[item] += 1
                     if deaths[item] == DEATHS:
                         why = (
-                            f"no actor can begin ({_in_short(error)})."
+                            f"no actor can start ({_in_short(error)})."
                             if item is None
-                            else f"{DEATHS} actors died at {noun} {item}. If for want of "
-                            "memory, lower --max-length; the same command continues."
+                            else f"{DEATHS} actors died at {noun} {item}. If memory ran out, "
+                            "lower --max-length; the same command continues."
                         )
                         raise ServerError(f"--executor ray: {why}") from error
-                    logger.warning("An actor of Ray died: another one does its work.")
+                    logger.warning("A Ray actor died: another one does its work.")
                     waiting.extend([] if item is None else [item])
                     begin()
                     continue
@@ -117,7 +117,7 @@ def run_on_ray(
 
 
 def _count(ray: Any, workers: int | None, gpus: float) -> int:
-    """How many actors there are where no number is asked for."""
+    """The number of actors: the requested one, or one per GPU, machine or core."""
     resources = ray.cluster_resources()
     if workers is None:
         found = int(resources.get("CPU", 1))
@@ -129,7 +129,7 @@ def _count(ray: Any, workers: int | None, gpus: float) -> int:
 
 
 class _Actor:
-    """A process of the cluster; it returns refusals and warnings for the process that began it."""
+    """A process of the cluster; it returns its errors and warnings to this process."""
 
     def __init__(self, function: Callable[[int], Any]) -> None:
         self._function = function
@@ -142,7 +142,7 @@ class _Actor:
         """Returns once the actor has a place in the cluster."""
 
     def make(self, item: int) -> tuple[Any, AlignError | None, list[str]]:
-        """What the function makes of an item, its refusal, and the warnings meanwhile."""
+        """The function's result for an item, its error, and its warnings."""
         made, refusal = None, None
         try:
             made = self._function(item)
@@ -155,7 +155,7 @@ class _Actor:
 
 
 def _taken(made: tuple[Any, AlignError | None, list[str]]) -> Any:
-    """What the function has made; its warnings are logged here, and its refusal is raised."""
+    """The function's result; its warnings are logged here, and its error is raised."""
     result, refusal, warnings = made
     for line in warnings:
         logger.warning("%s", line)
@@ -166,8 +166,8 @@ def _taken(made: tuple[Any, AlignError | None, list[str]]) -> Any:
 
 @contextmanager
 def _connected(address: str) -> Iterator[Any]:
-    """Ray, connected to a cluster; one of our own is on loopback alone, and ends with the block."""
-    # A token keeps other users of the machine out of our own cluster.
+    """Ray, connected to a cluster; a local one is only on loopback, and ends with the block."""
+    # A token keeps other users of the machine out of a local cluster.
     own = LOOPBACK | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     values = SETTINGS if address else SETTINGS | own
     before = {name: os.environ.get(name) for name in values}
@@ -175,21 +175,21 @@ def _connected(address: str) -> Iterator[Any]:
     handler = signal.getsignal(signal.SIGTERM)
     folder = tempfile.mkdtemp(prefix="align-ray-")
     try:
-        import ray  # noqa: PLC0415 - it takes seconds, and many do without it
+        import ray  # noqa: PLC0415 - slow and optional
 
         try:
             _join(ray, address, folder)
             _take_back(handler)
             yield ray
-        except ray.exceptions.RayTaskError:  # an error of ours in an actor, with its traceback
+        except ray.exceptions.RayTaskError:  # align's own error in an actor, with its traceback
             raise
         except ray.exceptions.RayError as error:
             raise ServerError(
-                f"--executor ray: Ray gave up ({_in_short(error)}). See to its cluster, then run "
-                "the same command again: what is finished is kept."
+                f"--executor ray: Ray failed ({_in_short(error)}). Check the cluster, then run the "
+                "same command again: finished work is kept."
             ) from error
         finally:
-            ray.shutdown()  # which ends the actors, and a cluster of our own
+            ray.shutdown()  # ends the actors, and a local cluster
             _take_back(handler)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -209,32 +209,32 @@ def _join(ray: Any, address: str, folder: str) -> None:
     waiting = {name: os.environ[name] for name in HOW_THREADS_WAIT if name in os.environ}
     elsewhere = {"runtime_env": {"env_vars": {**SETTINGS, **NO_KERNELS, **waiting}}}
     try:
-        # Where nobody listens at HOST:PORT, Ray itself would wait for many minutes.
+        # Checked first, because Ray itself waits many minutes for HOST:PORT to answer.
         host, _, port = address.removeprefix("ray://").rpartition(":")
         if port.isdecimal():
             socket.create_connection((host.strip("[]"), int(port)), timeout=30).close()
         ray.init(
-            address=address or "local",  # RAY_ADDRESS, which was not asked for, is ignored
+            address=address or "local",  # RAY_ADDRESS is ignored
             log_to_driver=False,
             logging_level=logging.CRITICAL,
             **(elsewhere if address else own),
         )
-    except Exception as error:  # of many kinds
-        where = f"--ray-address {address}: no cluster can be joined there" if address else ""
+    except Exception as error:  # Ray raises many types
+        where = f"--ray-address {address}: the cluster cannot be joined" if address else ""
         raise ServerError(
             f"{where or '--executor ray: no cluster could be started here'} ({_in_short(error)}). "
-            "Look at `ray status`, then run the same command again."
+            "Check `ray status`, then run the same command again."
         ) from error
 
 
 def _in_short(error: Exception) -> str:
-    """The kind of an error, and of its text the first line and the last, which is often why."""
+    """An error's type, with the first and the last line of its text."""
     lines = [line.strip() for line in COLOURS.sub("", str(error)).splitlines() if line.strip()]
     ends = dict.fromkeys((*lines[:1], *lines[-1:]))
     return ": ".join((type(error).__name__, *ends)).rstrip(".")
 
 
 def _take_back(handler: Any) -> None:
-    """Ray replaces the handler of SIGTERM by its own."""
+    """Restores the handler of SIGTERM, which Ray replaces by its own."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)

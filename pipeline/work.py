@@ -1,4 +1,4 @@
-"""The work of a command on its output folder: owned, recorded, and kept when it is stopped."""
+"""The work of a command in its output folder: locked, recorded, and kept when interrupted."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Manifest = TypeVar("Manifest")
 
 
 class WorkDone(Protocol):
-    """What a process has done, in numbers."""
+    """The counts of the work that a process has done."""
 
     def text(self) -> str:
-        """The numbers in a sentence."""
+        """The counts in a sentence."""
         ...
 
 
@@ -35,7 +35,7 @@ Done = TypeVar("Done", bound=WorkDone)
 def owned(
     folder: CacheWork | TableFolder, stage: str, part: Part | None
 ) -> AbstractContextManager[object]:
-    """Makes the folder, and this process its owner; parts work in it together, without a lock."""
+    """Makes and locks the folder; parts work in it together, without a lock."""
     folder.prepare()
     return nullcontext() if part else owner_lock(folder.root, stage)
 
@@ -50,9 +50,9 @@ def working(
     name: str,
     kept: Callable[[], str],
 ) -> Iterator[Run]:
-    """Owns the folder and records the work in it; `kept` says what an interruption leaves.
+    """Locks the folder and records the work in it; `kept` describes the finished work.
 
-    What is found finished should be found before: this begins a run with each tracker.
+    It starts a run with each tracker, so finished output should be detected before.
     """
     with (
         owned(folder, stage, part),
@@ -67,29 +67,29 @@ def working(
 
 @dataclass(frozen=True)
 class Made(Generic[Manifest, Done]):
-    """The result of a command: its output, and the work of this process for it."""
+    """The result of a command: its output, and the work of this process."""
 
-    folder: Path | str  # or its location in a bucket
-    manifest: Manifest | None  # None while another part is not done
+    folder: Path | str  # the output, a path or a location in a bucket
+    manifest: Manifest | None  # None until all parts are done
     tally: Done
     lines: tuple[str, ...]  # a summary of the whole output
     part: Part | None = None
     was_complete: bool = False
-    has_published: bool = False  # of several parts, one has
+    has_published: bool = False  # true for one of several parts
 
     def text(self) -> str:
-        """A summary; of several parts, the one that has published describes the output."""
+        """A summary; of several parts, only the publishing one describes the output."""
         if self.manifest and (self.has_published or self.was_complete or not self.part):
             return "\n".join(self.lines)
         if not self.part:
             return (
-                f"{self.folder} is not finished, as a file of it went missing: "
-                f"{self.tally.text()}\nthe same command does what is missing"
+                f"{self.folder} is not finished, because a file is missing: "
+                f"{self.tally.text()}\nrun the same command again to make it"
             )
         rest = (
             "all parts are done"
             if self.manifest
-            else "the last part completes it; if one does not end, the same command without --part "
-            "does what is missing"
+            else "the last part completes it; if a part fails, the same command without --part "
+            "does the rest"
         )
         return f"part {self.part} of {self.folder} is done: {self.tally.text()}\n{rest}"

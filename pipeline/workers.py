@@ -1,4 +1,4 @@
-"""Work in child processes of this one, side by side, on the cores that it may use."""
+"""Runs work in child processes, on the cores that this process may use."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..schemas.errors import BadDataError
 
 Result = TypeVar("Result")
 
-# OpenMP's variables by which a user says whether threads that wait for others spin or sleep.
+# OpenMP's variables for whether waiting threads spin or sleep.
 HOW_THREADS_WAIT = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """The cores that this process is allowed, by the system and its control groups; at least 1."""
+    """The number of cores that the system and control groups allow this process; at least 1."""
     allowed = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         allowed = len(os.sched_getaffinity(0))
@@ -38,7 +38,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def _text(path: Path) -> str:
-    """The text of a system file; empty where there is none."""
+    """The text of a system file; empty if there is none."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -48,16 +48,16 @@ def _text(path: Path) -> str:
 def run_in_processes(
     function: Callable[[int], Result], items: Sequence[int], processes: int
 ) -> Generator[tuple[int, Result]]:
-    """Each item with what the function makes of it, as they are done.
+    """Each item with the function's result, in order of completion.
 
-    The function is sent to each process once, so what it opens it may keep for the next item. An
-    error, or a signal to this process, ends the children at once: half an item leaves nothing that
-    is ever read.
+    The function is sent to each process once, so it may keep what it opens for the next item. An
+    error, or a signal to this process, ends the children at once; unfinished items leave no files
+    that are read.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([function.__module__])
     _start_server()
-    others = {*multiprocessing.active_children()}  # of whoever called us
+    others = {*multiprocessing.active_children()}  # of the calling program
     with ProcessPoolExecutor(
         processes, mp_context=context, initializer=_begin, initargs=(function,)
     ) as pool:
@@ -67,8 +67,8 @@ def run_in_processes(
                 yield made[future], future.result()
         except BrokenProcessPool as error:
             raise BadDataError(
-                "A tokenizing process died, most likely for want of memory. Use fewer of them "
-                "(--set data.workers=1) and look for very long rows."
+                "A tokenizing process died, most likely because memory ran out. Use fewer of them "
+                "(--set data.workers=1), and check the data for very long rows."
             ) from error
         except BaseException:
             for child in {*multiprocessing.active_children()} - others:
@@ -77,7 +77,7 @@ def run_in_processes(
 
 
 def _start_server() -> None:
-    """Starts the server of children, which leave Ctrl-C and hang-ups to their parent."""
+    """Starts the server of children, which ignore Ctrl-C and hang-ups."""
     if threading.current_thread() is not threading.main_thread():
         return  # only the main thread may set signals
     ignored = (signal.SIGINT, signal.SIGHUP)
@@ -90,13 +90,13 @@ def _start_server() -> None:
 
 
 class _Worker:
-    """The function of a child process, as the pool's initializer has set it."""
+    """The function of a child process, set by the pool's initializer."""
 
     function: Callable[[int], Any]
 
 
 def _begin(function: Callable[[int], Any]) -> None:
-    # Each process keeps to one core; threads of the tokenizer would fight over them.
+    # Each process uses one core; the tokenizer's own threads would compete for cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     _Worker.function = function

@@ -55,7 +55,7 @@ class CacheOptions:
     kl_pairs: int = Field(
         default=1,
         ge=0,
-        description="mismatched completions per completion (KTO's KL term); 0: none",
+        description="KL completions, of other prompts, per completion (KTO's KL term); 0: none",
     )
     token_logps: bool = Field(default=False, description="also store the log-prob of every token")
     scored: bool = Field(

@@ -1,6 +1,6 @@
-"""Every command: its arguments, checks made before torch is imported, and one call.
+"""Every command: its arguments, checks before torch is imported, and one call.
 
-A command imports what it needs when it runs, so that --help and a refusal take no second.
+A command imports its modules when it runs, so --help and refusals take less than a second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="align",
     cls=SafeGroup,
-    help="Preference alignment in two stages: score the reference once, then train at will.",
+    help="Preference alignment in two stages: score the reference once, then train many times.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -35,7 +35,7 @@ app = typer.Typer(
 def command(panel: str, example: str) -> Callable[..., Any]:
     """Registers a function as the command of its example, in a panel of `align --help`.
 
-    One that takes its context has settings: a flag for each of them, --config and --set.
+    A function with a context parameter has settings: a flag for each, --config and --set.
     """
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
@@ -53,18 +53,18 @@ def argument(meaning: str, default: Any = ...) -> Any:
 
 
 def option(meaning: str, default: Any = None, *words: str, **more: Any) -> Any:
-    """A flag that is not a setting, named as the parameter unless `words` name it."""
+    """A flag that is not a setting, named like the parameter unless `words` are given."""
     return typer.Option(default, *words, help=meaning, **more)
 
 
-# What several commands take.
+# Parameters of several commands.
 Data = Annotated[list[str] | None, typer.Argument(help="Files or folders of preference data.")]
 CacheDir = Annotated[str, typer.Argument(help="A cache made by precompute-ref.")]
 RunDir = Annotated[Path, typer.Argument(help="Folder of a training run.")]
 Model = Annotated[str | None, typer.Option("--model", help="Folder of the reference model.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Do not show an example row.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Uri = Annotated[str, typer.Option(help="Another store than that of your settings.")]
+Uri = Annotated[str, typer.Option(help="Another store than in your settings.")]
 Part = Annotated[
     str | None,
     typer.Option("--part", metavar="<i/n>", help="Do part I of N; other processes do the rest."),
@@ -83,16 +83,16 @@ def about(
         "Print the version.", False, "--version", callback=_print_version, is_eager=True
     ),
 ) -> None:
-    """Takes what is asked of no command."""
+    """Handles the flags without a command."""
 
 
 @command("Begin", "align init --method kto --schema")
 def init(
     path: Path = argument("Where to write it.", Path("align.yaml")),
     schema: bool = option("Also write align.schema.json, for editors.", False, "--schema"),
-    method: str = option("Set it, with the options that it has.", "", metavar="<name>"),
+    method: str = option("Include this method and its options.", "", metavar="<name>"),
 ) -> None:
-    """Write an align.yaml with every setting, its default and what it means."""
+    """Write an align.yaml with every setting, its default and its meaning."""
     from ...schemas.config import Config
     from ...schemas.json_codec import json_schema
     from ...stages.storage.disk import fs
@@ -122,14 +122,14 @@ def init(
 def config(
     context: typer.Context,
     data: Data = None,
-    changed: bool = option("Only the settings that are not at their default.", False, "--changed"),
+    changed: bool = option("Only settings that differ from their default.", False, "--changed"),
 ) -> None:
-    """Print every setting and where its value comes from."""
+    """Print every setting and the source of its value."""
     from ...schemas.config import Config
     from ..options.settings import flatten, without_secrets
 
     settings = settings_of(context, data=data)
-    if options := settings.config.method:  # else the table of methods is not read
+    if options := settings.config.method:  # importing the methods takes time
         from ...stages.methods.table import options_of_all
 
         known = options_of_all()
@@ -148,9 +148,9 @@ def config(
 def tiny_world(
     folder: Path = argument("A new folder."),
     rows: int = option("Preference rows.", 2000, min=1),
-    seed: int = option("Another seed, another world.", 0),
+    seed: int = option("Seed of the random model and data.", 0),
 ) -> None:
-    """Make a tiny tokenizer, language model and preference data set to try align on."""
+    """Make a tiny tokenizer, language model and preference data set, to try align."""
     from ...stages.demo.tiny_world import make_world
 
     make_world(folder, rows=rows, seed=seed)
@@ -218,11 +218,11 @@ def verify(
 def inspect(
     cache: CacheDir,
     as_json: Json = False,
-    row: str | None = option("Show this row: FILE:ROW, or an id's beginning."),
-    rejected: bool = option("List the rows that could not be used, and why.", False, "--rejected"),
+    row: str | None = option("Show this row: FILE:ROW, or the start of an id."),
+    rejected: bool = option("List the rejected rows and the reasons.", False, "--rejected"),
     model: Model = None,
 ) -> None:
-    """Show what a cache holds: rows, lengths, truncation, balance, log-probs, drops."""
+    """Show the content of a cache: rows, lengths, truncation, balance, log-probs, drops."""
     from ..jobs.object_inputs import cache_at
     from ..precompute.inspect_rows import lines_of_inspection
 
@@ -235,14 +235,14 @@ def inspect(
 @command("Data and cache", "align export align-cache --output pairs.parquet")
 def export(
     cache: CacheDir,
-    to: Literal["trl"] = option("Whose column names to use.", "trl"),
+    to: Literal["trl"] = option("The trainer whose column names to use.", "trl"),
     output: Path | None = option("File (default: CACHE/../CACHE-trl.parquet)."),
     model: Model = None,
     overwrite: bool = option("Replace the file if it exists.", False),
 ) -> None:
-    """Write a cache as one flat Parquet file: text, ids and log-probs, named as TRL names them.
+    """Write a cache as one flat Parquet file: text, ids and log-probs, with TRL's column names.
 
-    TRL 1.16 reads the text alone. It takes no reference log-probs from a file: remove the ref_
+    TRL 1.16 reads only the text. It takes no reference log-probs from a file: remove the ref_
     columns before you pass precompute_ref_log_probs.
     """
     from ..jobs.object_inputs import cache_at
@@ -261,7 +261,7 @@ def sample(
     prompts: list[str] | None = argument("Files or folders with prompts.", None),
     part: Part = None,
 ) -> None:
-    """Sample completions of prompts from a policy; what was sampled before is not sampled again."""
+    """Sample completions of prompts from a policy; stored samples are not drawn again."""
     from ..tables.sample import sample as run_sample
 
     config, own_part = shared_work(context, part, data=prompts)
@@ -272,7 +272,7 @@ def sample(
 def judge(
     context: typer.Context,
     samples: str | None = argument("A folder made by `align sample`; none with --calibrate.", None),
-    calibrate: str | None = option("Preference data: only measure how often it agrees."),
+    calibrate: str | None = option("Preference data: only measure how often the judge agrees."),
     part: Part = None,
 ) -> None:
     """Judge samples: by a reward model, a language model, or a check of their answers."""
@@ -280,7 +280,7 @@ def judge(
     from ..tables.judge import judge as run_judge
 
     if (samples is None) == (calibrate is None):
-        raise UsageError("Name a folder of samples to judge, or data by --calibrate: one of them.")
+        raise UsageError("Name either a folder of samples to judge, or data with --calibrate.")
     if calibrate and part:
         raise UsageError("--part: --calibrate measures in one process. Leave out one of them.")
     config, own_part = shared_work(context, part, near=[samples or calibrate or ""])
@@ -314,25 +314,25 @@ def rounds(
 
 @command("Training", "align run data.jsonl --model DIR --method kto --lora --lr 1e-5")
 def run(context: typer.Context, data: Data = None, quiet: Quiet = False) -> None:
-    """Score the reference over preference data and train on it: both stages in one command.
+    """Score preference data with the reference and train on it: both stages in one command.
 
-    --model is the reference, and where the policy begins unless --policy names another.
+    --model is the reference; the policy also starts from it unless --policy names another model.
 
-    The cache stays: the next run on the same data scores nothing.
+    The cache stays: the next run on the same data reuses it.
     """
     from ..options.first_checks import asked_objective, require_folder, require_inputs
 
     given = settings_of(context, data=data)
     asked_objective(given.config)
     require_inputs(given.config)
-    require_folder(given.config.train.model, "Pass the policy by --policy DIR.")
+    require_folder(given.config.train.model, "Pass the policy with --policy DIR.")
     from ..precompute.precompute import make_cache
     from ..train.both_stages import settings_of_both, train_on_cache
 
     settings = settings_of_both(given)
     progress = begin_work()
     made = make_cache(settings.config, progress=progress, shows_row=not quiet)
-    # The command that would be next is this one's own second half.
+    # Stage 1's "next" line is left out, because this command trains next.
     say("\n".join(line for line in made.text().splitlines() if not line.startswith("next: ")))
     say(train_on_cache(settings, progress=progress).text())
 
@@ -356,8 +356,8 @@ def train(context: typer.Context) -> None:
 def plan(
     context: typer.Context,
     gpu: str = option("Memory of a GPU: 24g, 48g, 80g, or bytes.", ""),
-    gpus: int | None = option("How many (default 1).", min=1, metavar="<int>"),
-    rows: int | None = option("Without a cache: pairs to train on.", min=1, metavar="<int>"),
+    gpus: int | None = option("Number of GPUs (default 1).", min=1, metavar="<int>"),
+    rows: int | None = option("Without a cache: number of pairs.", min=1, metavar="<int>"),
     prompt_tokens: int | None = option(
         "With --rows: tokens of a prompt (default 300).", min=1, metavar="<int>"
     ),
@@ -365,14 +365,14 @@ def plan(
         "With --rows: tokens of a completion (default 300).", min=1, metavar="<int>"
     ),
 ) -> None:
-    """Estimate what a training needs: steps, tokens, and memory of each GPU."""
+    """Estimate a training's steps, tokens, and memory on each GPU."""
     from ..plan.run_plan import plan_run, plan_text
     from ..plan.setting_checks import bytes_of
     from ..plan.workload import GivenRows
 
     settings = settings_of(context)
     if (prompt_tokens or completion_tokens) and not rows:
-        raise UsageError("--prompt-tokens and --completion-tokens are of --rows: add --rows N.")
+        raise UsageError("--prompt-tokens and --completion-tokens need --rows N. Add it.")
     planned = plan_run(
         settings,
         gpu_bytes=bytes_of(gpu, name="--gpu", least=2**30),
@@ -392,7 +392,7 @@ def sweep(
 ) -> None:
     """Train many methods and settings on one cache, and compare them in one table.
 
-    A flag with several values, as --lr 1e-6,1e-5, tries each of them.
+    A flag with several values, such as --lr 1e-6,1e-5, tries each of them.
     """
     from ...stages.methods.table import objective_of
     from ..options.settings import load_settings
@@ -402,7 +402,7 @@ def sweep(
     from ..train.sweep import sweep as run_sweep
     from ..train.sweep import trials_of, varied_by
 
-    # Options of methods are varied with one value too: each method takes those it has.
+    # A method's option with one value is also varied, as each method takes only its own options.
     flags, file, sets = context.meta["flags"], context.meta["file"], context.meta["sets"]
     varied = {
         name: value
@@ -412,7 +412,7 @@ def sweep(
     fixed = {name: value for name, value in flags.items() if name not in varied}
 
     def load(more: Sequence[str]) -> Settings:
-        # A sweep refuses by hand what it sets itself in each of its trainings.
+        # Settings that a sweep sets itself are refused elsewhere.
         command = "train" if more else "sweep"
         return load_settings(fixed, [*sets, *more], file=file, command=command)
 
@@ -426,9 +426,9 @@ def sweep(
 
 @command("Look", "align methods kto")
 def methods(
-    name: str | None = argument("One of them, to be explained.", None),
+    name: str | None = argument("The method to explain.", None),
     as_json: Json = False,
-    markdown: bool = option("Print the table as the README has it.", False, "--markdown"),
+    markdown: bool = option("Print a Markdown table.", False, "--markdown"),
 ) -> None:
     """List the methods with their losses and options, or explain one."""
     from ...stages.methods import method_docs
@@ -454,7 +454,7 @@ def report(
 ) -> None:
     """Write report.html of a training run: curves, held-out completions, lineage.
 
-    With --answers the policy as it began and the trained one are loaded, one after the other.
+    With --answers, the initial policy and the trained one are loaded, one after the other.
     """
     if answers:
         from ..train.run_answers import answer_again
@@ -473,10 +473,10 @@ def report(
 @command("Look", "align diff runs/dpo runs/kto")
 def diff(
     run_a: RunDir,
-    run_b: Path = argument("Folder of another one."),
-    step: int | None = option("Compare after this step (default: each one's last)."),
+    run_b: Path = argument("Folder of another training run."),
+    step: int | None = option("Compare after this step (default: the last of each)."),
 ) -> None:
-    """Compare two runs row by row: which held-out rows flip, and whether chance explains it."""
+    """Compare two runs row by row: which held-out rows flip, and whether that is significant."""
     from ..train.run_diff import diff_runs
 
     say(diff_runs(run_a, run_b, step).text())
@@ -506,7 +506,7 @@ def mlflow_sync(
     uri: Uri = "",
     config: ConfigFile = None,
 ) -> None:
-    """Send MLflow and other trackers what they missed of a run; sending it twice is harmless."""
+    """Upload pending data of a run to MLflow and other trackers; repeating it is harmless."""
     from ..jobs.tracker_sync import own_options, sync_runs
 
     for synced in sync_runs(run, own_options(config), uri=uri):

@@ -1,4 +1,4 @@
-"""A command with settings: its flags, --config and --set, and the settings that they give."""
+"""Commands with settings: their flags, --config and --set, and the resulting settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ConfigFile = Annotated[
 Sets = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="<name=value>", help="Any setting, as train.lr=1e-6; repeatable."
+        "--set", metavar="<name=value>", help="Any setting, such as train.lr=1e-6; repeatable."
     ),
 ]
 
@@ -35,7 +35,7 @@ Sets = Annotated[
 class SettingsCommand(TyperCommand):
     """A command with a flag for each of its settings, --config and --set.
 
-    The models are imported for the command that is given, and not for the help of all commands.
+    The option models are imported only for the command that runs, not for the general help.
     """
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -54,7 +54,7 @@ class SettingsCommand(TyperCommand):
         ctx.meta["flags"] = {
             name: [*value] if isinstance(value, tuple) else value
             for name, value in given.items()
-            if value not in (None, ())  # which a flag is that was not given
+            if value not in (None, ())  # the flag was not given
         }
         return super().invoke(ctx)
 
@@ -66,7 +66,7 @@ def settings_of(
     near: Sequence[str] = (),
     file: Path | None = None,
 ) -> Settings:
-    """The settings of a command, of its files and of the environment."""
+    """The settings from a command, its files and the environment."""
     from ..options.settings import load_settings
 
     return load_settings(
@@ -86,9 +86,9 @@ def shared_work(
     data: Sequence[str] | None = None,
     near: Sequence[str] = (),
 ) -> tuple[Config, Part | None]:
-    """The config of work that several processes may share, and the part of this one.
+    """The config of work that several processes may share, and the part of this process.
 
-    The first rank records the run, and no other.
+    Only the first rank records the run.
     """
     from ..parts import part_of
 
@@ -99,7 +99,7 @@ def shared_work(
 
 
 def takes_several(name: str) -> bool:
-    """Whether a sweep takes several values behind the flag; a path may hold a comma."""
+    """Whether a sweep takes several values for the flag; a path may contain a comma."""
     from ..options.table import fields, paths
 
     if name.startswith("method."):
@@ -110,23 +110,23 @@ def takes_several(name: str) -> bool:
 
 @cache
 def _parameters(command: str) -> Sequence[Any]:
-    """A parameter for each setting and option of a method, by its name, for --config and --set."""
+    """A parameter for each setting and method option, and for --config and --set."""
     from ..options.table import flag_of, flags_of, word_of
 
     flags = {name: _flag(name, word, command) for name, word in flags_of(command).items()}
     flags |= {"--config": ConfigFile, "--set": Sets}
-    if flag_of("method.*", command):  # for others the table of methods is not read
+    if flag_of("method.*", command):  # importing the methods takes time
         from ...stages.methods.table import options_of_all
 
         panel = "method: Options of methods; `align methods NAME` explains them"
         for name, meaning in options_of_all().items():
-            text = meaning.replace("[", r"\[")  # else it is a style of the terminal
+            text = meaning.replace("[", r"\[")  # otherwise rich reads it as a style
             option = typer.Option(
                 word_of(name), help=text, metavar="<value>", rich_help_panel=panel
             )
             flags[f"method.{name}"] = Annotated[str | None, option]
 
-    # Typer makes them of the annotations of a function, where no name has a dot or a dash.
+    # Typer builds parameters from a function's annotations, whose names have no dot or dash.
     def holder(**_: Any) -> None: ...
 
     kind = inspect.Parameter.KEYWORD_ONLY
@@ -145,7 +145,7 @@ def _parameters(command: str) -> Sequence[Any]:
 
 
 def _flag(name: str, word: str, command: str) -> Any:
-    """What typer makes the flag of; a value is text, which is checked with all other settings."""
+    """Typer's declaration of a flag; its value is text that is checked with all settings."""
     from ..options.table import SECTIONS, fields, paths
 
     field, section = fields()[name], name.partition(".")[0]

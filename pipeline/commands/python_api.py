@@ -1,7 +1,7 @@
 """The Python API of `import align`: caches and runs as frames, both stages as functions.
 
-Each function loads what it needs when it is called, changes no setting of its process, and refuses
-what the command refuses, by an AlignError.
+Each function imports its modules when it is called, changes no global setting of the process, and
+raises AlignError where the command fails.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Frame: TypeAlias = Any  # of polars, pandas or Arrow
 
 
 def load_cache(path: AnyPath, *, text: bool = False) -> pl.LazyFrame:
-    """A finished cache as a lazy frame with TRL's column names, as `align export` writes them.
+    """A finished cache as a lazy frame with TRL's column names, like the file of `align export`.
 
-    A pair, a labelled completion or a scored group is one row. Only the columns that a query asks
-    for are read. With `text`, the tokenizer of the reference is loaded and `prompt`, `chosen`, …
-    come before their ids.
+    A pair, a labelled completion or a scored group is one row. Only the columns of a query are
+    read. With `text`, the reference's tokenizer is loaded and `prompt`, `chosen`, … come before
+    their ids.
 
         >>> cache = align.load_cache("align-cache")
         >>> cache.select(pl.col("ref_chosen_logps") - pl.col("ref_rejected_logps")).collect()
@@ -54,11 +54,11 @@ def precompute(
     config: AnyPath | None = None,
     progress: bool = True,
 ) -> PrecomputeResult:
-    """Makes a cache as `align precompute-ref` does, or finishes one; `.folder` is its path.
+    """Makes or finishes a cache like `align precompute-ref`; `.folder` is its path.
 
     The data are files, or rows: a list of dicts, a `datasets.Dataset`, a polars, pandas or Arrow
-    frame. `settings` takes the names of `--set`, with values instead of text. An `align.yaml` here
-    or beside the data counts as it does for the command, unless `config` names another file.
+    frame. `settings` takes the names of `--set`, with values instead of text. As in the command, an
+    `align.yaml` here or beside the data is read unless `config` names another file.
 
         >>> made = align.precompute("pairs.parquet", model="models/sft", output="align-cache",
         ...                         settings={"tokens.max_length": 1024})
@@ -84,10 +84,10 @@ def train(
     callbacks: Iterable[Callback] = (),
     progress: bool = True,
 ) -> TrainingRun:
-    """Trains a policy on a cache as `align train` does; returns the run, read back.
+    """Trains a policy on a cache like `align train`; returns the run, read from its folder.
 
-    Each callback gets the step and the numbers of every line of metrics.jsonl, on the first rank.
-    What it raises ends the run, and `settings={"train.resume": "auto"}` continues it.
+    On the first rank, each callback gets the step and the numbers of every line of metrics.jsonl.
+    An exception in a callback ends the run; `settings={"train.resume": "auto"}` continues it.
 
         >>> def watch(step, metrics):
         ...     print(step, metrics.get("loss"), metrics.get("eval/loss"))
@@ -106,22 +106,22 @@ def train(
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A training run, as its folder has it."""
+    """A training run, read from its folder."""
 
     folder: Path
     ending: How | None  # finished, time, signal or failed; None while it runs or if it was killed
-    steps: int  # the last one in the metrics
+    steps: int  # the last step in the metrics
     model: Path | None  # the folder of the trained policy, once the run is finished
     metrics: pl.DataFrame = field(repr=False)  # step, time, and a column per metric
-    evaluations: pl.DataFrame = field(repr=False)  # likewise, of held-out rows: eval/…
+    evaluations: pl.DataFrame = field(repr=False)  # the same on held-out rows: eval/…
     samples: pl.DataFrame = field(repr=False)  # single completions of each evaluation
-    answers: pl.DataFrame = field(repr=False)  # to held-out prompts, before training and after
+    answers: pl.DataFrame = field(repr=False)  # to held-out prompts, before and after training
     rows: pl.DataFrame = field(repr=False)  # margins of training rows, with train.row_margins
-    settings: dict[str, Any] = field(repr=False)  # every one, by its dotted name
+    settings: dict[str, Any] = field(repr=False)  # all settings, by dotted name
 
 
 def load_run(path: AnyPath) -> TrainingRun:
-    """The folder of a training run, read back; it may still be running.
+    """Reads the folder of a training run, which may still be running.
 
     >>> run = align.load_run("runs/kto")
     >>> run.evaluations.select("step", "eval/loss", "eval/rewards/margins")

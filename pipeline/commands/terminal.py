@@ -1,6 +1,6 @@
-"""Output of a command: results, rows, and typer's messages on wrong words.
+"""The output of commands: results, rows, and typer's messages on wrong arguments.
 
-Among ranks the first speaks for all.
+Of several ranks, only the first prints.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def say_once(text: str) -> None:
 
 
 def say_made(made: Made[Any, Any]) -> None:
-    """Prints the result of all ranks, on the rank that published it and on the first."""
+    """Prints the result on the first rank, and on the rank that published it."""
     if made.has_published or is_first_rank():
         say(made.text())
 
 
 def say_row(line: str | Text) -> None:
-    """Prints a line of a row, in its colours on a terminal unless NO_COLOR is set."""
+    """Prints a line of a row; in colours on a terminal unless NO_COLOR is set."""
     text = safe(str(line))
     is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     is_masked = text != str(line)
@@ -56,9 +56,9 @@ def say_row(line: str | Text) -> None:
 
 
 def begin_work() -> Progress:
-    """Returns the display of progress, on the first rank only.
+    """The progress display, on the first rank only.
 
-    Garbage is collected from here on, but never looked for among what is imported by now.
+    Garbage collection is enabled from now on, but skips the objects of imported modules.
     """
     gc.freeze()
     gc.enable()
@@ -66,7 +66,7 @@ def begin_work() -> Progress:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the first of those launched together."""
+    """Whether this process is the first of those that were launched together."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
@@ -86,7 +86,7 @@ class SafeGroup(TyperGroup):
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """Masks what typer says of an error; of an unknown flag the one that is meant is named."""
+    """Masks secrets in typer's errors; for an unknown flag, suggests the closest one."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Local copies of models, data and caches that are in a bucket."""
+"""Makes local copies of models, data and caches from buckets."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ...schemas.config import Config, ModelOptions
 from ...stages.storage.cache import Cache
 from ...stages.storage.locations import is_remote
 
-# Weights that are never read: a model is loaded from safetensors alone.
+# Weights that are never read, because models are loaded only from safetensors.
 _UNREAD = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth"}
 _OF_SAVED_DATASETS = {"state.json", "dataset_dict.json"}
 
 
 def with_local_inputs(config: Config) -> Config:
-    """The config with a local copy in place of each model and data file in a bucket."""
+    """The config with each model and data file in a bucket replaced by a local copy."""
     return replace(
         config,
         model=local_options(config.model),
@@ -48,7 +48,7 @@ def _of_model(names: list[str]) -> list[str]:
 
 
 def _of_data(names: list[str]) -> list[str]:
-    if not _OF_SAVED_DATASETS.isdisjoint(names):  # it names files in folders of its own
+    if not _OF_SAVED_DATASETS.isdisjoint(names):  # its JSON files name files in other folders
         return names
     from ...stages.data.files import HUB_FOLDER  # noqa: PLC0415 - as above
     from ...stages.data.readers import ending_of  # noqa: PLC0415
@@ -59,7 +59,7 @@ def _of_data(names: list[str]) -> list[str]:
 
 
 def cache_at(cache: str) -> Cache:
-    """The finished cache of a location: its folder, or a copy of it."""
+    """The finished cache at a location, or a local copy of it."""
     if not is_remote(cache):
         return Cache(Path(cache))
     from ...stages.storage.copies import fetch_cache  # noqa: PLC0415 - as above

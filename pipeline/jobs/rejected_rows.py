@@ -1,4 +1,4 @@
-"""Rows that cannot be used: how many, whether that is too many, and the first of them."""
+"""Counts rejected rows, refuses too many, and shows the first ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN = 3  # rows
 
 @dataclass(frozen=True)
 class RejectedRows:
-    """Counts of rows that cannot be used; ties are no fault of the data, and any number may be."""
+    """Counts of rejected rows; ties are not faults, so any number of them is allowed."""
 
     counts: Mapping[str, int]  # reason -> rows
     rows_in: int
@@ -23,7 +23,7 @@ class RejectedRows:
 
     @property
     def exceed_limit(self) -> bool:
-        """Whether they are more than allowed, or nothing is left."""
+        """Whether more rows than allowed, or all of them, are rejected."""
         is_all = sum(self.counts.values()) == self.rows_in
         return is_all or self._faults.total() > self.allowed * self.rows_in
 
@@ -32,13 +32,13 @@ class RejectedRows:
         return Counter({reason: rows for reason, rows in self.counts.items() if reason != TIE})
 
     def require_few(self, first: Sequence[str], *, listed: str = "", hint: str = "") -> None:
-        """Refuses more than are allowed, and shows the first; `listed` is where they are."""
+        """Refuses more rejected rows than allowed; `listed` is the file that lists them."""
         if not self.exceed_limit:
             return
         shown = "\n  ".join(first[:SHOWN])
-        where = f"They are listed in {listed} (100,000 at most). " if listed else ""
+        where = f"They are listed in {listed} (at most 100,000). " if listed else ""
         raise BadDataError(
-            f"{self}. The first of them:\n  {shown}\n{where}Fix them, or allow more with "
+            f"{self}. The first ones:\n  {shown}\n{where}Fix them, or allow more with "
             f"--max-bad-frac.{hint}"
         )
 
@@ -54,9 +54,9 @@ class RejectedRows:
 
 
 def first_rejected(rows: Sequence[Rejected], path_of: Callable[[int], Path | str]) -> list[str]:
-    """The first few, each with file, row number and reason; `path_of` names a row's file.
+    """The first few rows, with file, row number and reason; `path_of` returns a row's file.
 
-    Ties are shown only where there is nothing else.
+    Ties are shown only if there are no other rows.
     """
     shown = [row for row in rows if row.reason != TIE] or rows
     return [

@@ -1,4 +1,4 @@
-"""Signals while training: the first asks it to save and stop, a second ends it at once."""
+"""Signals during training: the first asks it to save and stop, a second ends it at once."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ...schemas.errors import Interrupted
 logger = logging.getLogger("align")
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-# What a launcher sets for its ranks: torchrun, deepspeed, srun.
+# Variables that launchers set for their ranks: torchrun, deepspeed, srun.
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE", "SLURM_STEP_ID")
 SECONDS_PER_LOOK = 1.0
-WAY_ON = "Continue with the same command and --resume auto"
+RESUME = "Continue with the same command and --resume auto"
 
 
 @contextmanager
 def add_resume_hint() -> Iterator[None]:
-    """Adds to an interruption how to resume the training."""
+    """Adds the resume command to an Interrupted of the block."""
     try:
         yield
     except Interrupted as stop:
-        raise Interrupted(stop.signal_number, WAY_ON, at=stop.at) from None
+        raise Interrupted(stop.signal_number, RESUME, at=stop.at) from None
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that ask to stop; under nohup a closing terminal is ignored."""
+    """The signals that ask to stop; under nohup, without the one of a closing terminal."""
     ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in STOPS if not (ignores_hangup and number is signal.SIGHUP)]
 
@@ -40,14 +40,14 @@ def stop_signals() -> list[signal.Signals]:
 def stop_with_launcher() -> None:
     """Asks this rank to stop once its launcher has ended."""
     if any(name in os.environ for name in LAUNCHED):
-        # Threads are not copied by a fork: a worker of this process has no such watcher.
+        # A fork does not copy threads, so workers of this process have no watcher.
         threading.Thread(target=_outlive, args=(os.getppid(),), daemon=True).start()
 
 
 def _outlive(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(SECONDS_PER_LOOK)
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else it was asked already
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # otherwise already asked to stop
         logger.warning("The launcher, process %d, has ended: this rank stops too.", launcher)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -59,7 +59,7 @@ class StopRequest:
         self.signal_number = 0
 
     def __call__(self) -> bool:
-        """Whether it was asked."""
+        """Whether this process was asked to stop."""
         return bool(self.signal_number)
 
 
@@ -72,7 +72,7 @@ def asked_to_stop() -> Iterator[StopRequest]:
         asked.signal_number = number
         signal.signal(number, signal.SIG_DFL)
 
-    # A thread of somebody else's program, as of a Ray worker, cannot listen to signals.
+    # Only a main thread can handle signals, not for example a Ray worker's thread.
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, note) for number in (stop_signals() if is_main else ())}
     try:

@@ -1,6 +1,6 @@
-"""`align mlflow-sync`: sends trackers what they lack of a run; sending it twice changes nothing.
+"""`align mlflow-sync`: uploads pending data of runs to trackers; repeating it changes nothing.
 
-A folder does not decide where data go: the address is the user's own, or one given by hand.
+The address comes from the user's settings or --uri, never from the folder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STATUS = {"finished": "FINISHED", "failed": "FAILED", "time": "KILLED", "signal"
 
 @dataclass(frozen=True)
 class Synced:
-    """The run in the store, and how much of it was missing."""
+    """The run in the store, and the amount of data that was missing."""
 
     tracker: str
     uri: str
@@ -43,21 +43,21 @@ class Synced:
 
 
 def own_options(config: Path | None) -> TrackingOptions:
-    """The user's tracking options, from `config` or the align.yaml here."""
+    """The user's tracking options, from `config` or the align.yaml in this folder."""
     return load_settings({}, [], file=config).config.tracking
 
 
 def sync_runs(root: Path, options: TrackingOptions, *, uri: str = "") -> list[Synced]:
-    """Sends the rest of a training, or of all runs of a cache, scores, a sweep or rounds.
+    """Uploads the pending data of a training, or of all runs of a cache, scores, sweep or rounds.
 
-    One that fails does not keep the others from being sent; the first failure is raised at the end.
+    All runs are tried; the first failure is raised at the end.
     """
     done: list[Synced] = []
     failed: list[AlignError] = []
     for folder, home in _runs_of(root):
         try:
             record = RunRecord.find(folder)
-            # What lies in a folder of a sweep or of rounds need not be a part of it.
+            # A folder in a sweep or in rounds need not belong to it.
             is_part = record and {GROUP_TAG, ROUNDS_TAG} & record.facts.tags.keys()
             if is_part or home in (root, root / SCORES):
                 done += sync_run(folder, home, options, uri=uri)
@@ -69,15 +69,14 @@ def sync_runs(root: Path, options: TrackingOptions, *, uri: str = "") -> list[Sy
         titles = " or ".join(tracker_of(name).title for name in TRACKERS)
         lacks = RunFolder(root).run_record.relative_to(root)
         raise UsageError(
-            f"{root} holds no run that was recorded in {titles} and not sent whole: it has no "
-            f"{lacks}, and no run in {lacks.parent}/outbox. Name the --output of `align train`, "
-            "of a sweep, or a cache."
+            f"{root} holds no run with pending data for {titles}: it has no {lacks}, and no run in "
+            f"{lacks.parent}/outbox. Name the --output of `align train`, of a sweep, or a cache."
         )
     return done
 
 
 def _runs_of(root: Path) -> Iterator[tuple[RunFolder, Path]]:
-    """What may be its runs, each with the folder that it belongs to; parents come first."""
+    """The possible runs in a folder, each with its home folder; parents come first."""
     if RunFolder(root).run_record.exists():
         yield RunFolder(root), root
         return
@@ -93,17 +92,17 @@ def _runs_of(root: Path) -> Iterator[tuple[RunFolder, Path]]:
 def sync_run(
     folder: RunFolder, home: Path, options: TrackingOptions, *, uri: str = "", only: str = ""
 ) -> list[Synced]:
-    """Sends a run that is in its own folder, or in the outbox of `home`, to its trackers.
+    """Uploads a run, in its own folder or in the outbox of `home`, to its trackers.
 
-    Each is tried; the first failure is raised at the end.
+    All trackers are tried; the first failure is raised at the end.
     """
     done: list[Synced] = []
     failed: list[AlignError] = []
     with owner_lock(folder.root, "mlflow-sync"):
         record = RunRecord.find(folder)
-        if record is None:  # another process has sent and removed it
+        if record is None:  # another process uploaded and removed it
             return []
-        if not record.facts.status:  # no process owns it, so it was killed, or ended unsent
+        if not record.facts.status:  # no process owns it: it was killed, or ended before upload
             ending = read_ending(folder)
             status = STATUS[ending.ending] if ending else "KILLED"
             record.change(status=status, ended_ms=now_ms())
@@ -120,7 +119,7 @@ def sync_run(
 
 
 def send_files(folder: RunFolder, files: Sequence[Path], options: TrackingOptions) -> None:
-    """Adds files to a recorded run that has ended, and sends them; who calls it owns the folder."""
+    """Adds files to a recorded run that ended, and uploads them; the caller owns the folder."""
     if record := RunRecord.find(folder):
         for file in files:
             record.log_file(file.absolute())
@@ -130,9 +129,9 @@ def send_files(folder: RunFolder, files: Sequence[Path], options: TrackingOption
 
 
 def _send(record: RunRecord, name: str, home: Path, options: TrackingOptions, uri: str) -> Synced:
-    """Sends a run to the store given by hand, else to the user's own, if the record names it too.
+    """Uploads a run to the given store, or to the user's own if the record names the same one.
 
-    Another one of the user's, as from another working folder, would get a second copy of the run.
+    Another store would get a second copy of the run.
     """
     tracker, known = tracker_of(name), record.facts.stores[name]
     address = uri or tracker.address_of(options, home)
@@ -140,8 +139,8 @@ def _send(record: RunRecord, name: str, home: Path, options: TrackingOptions, ur
     if not uri and plain != known.address:
         way = f"pass --uri {known.address}" if name == MAIN else "name that store there"
         raise UsageError(
-            f"{home} names the store {known.address}, and your own ({tracker.named_by}) is "
-            f"{plain}. A folder does not decide where your data go: {way} to send the run there."
+            f"{home} names the store {known.address}, but your own ({tracker.named_by}) is "
+            f"{plain}. To send the run to the store of the folder, {way}."
         )
     record.add_stores({name: Store(plain, known.experiment)})
     sender = Sender(name, address, record)
@@ -153,11 +152,11 @@ def _send(record: RunRecord, name: str, home: Path, options: TrackingOptions, ur
 
 @contextmanager
 def asked_store(sender: Sender) -> Iterator[None]:
-    """Keeps the library quiet inside; whatever it raises is a StorageError that says what to do."""
+    """Silences the library in the block, and turns its errors into a StorageError."""
     try:
         with quiet(sender.name):
             yield
-    except Exception as error:  # whatever the library of a tracker raises
+    except Exception as error:  # libraries of trackers raise any type
         other = "name another store with --uri, then " if sender.name == MAIN else ""
         raise StorageError(
             f"{sender.place} failed: {reason_of(error)}. Start it, or {other}run the same command "

@@ -1,4 +1,4 @@
-"""What a command refuses within a second: before torch, which takes seconds, is imported."""
+"""Checks that a command makes within a second, before torch is imported."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def asked_objective(config: Config) -> Objective:
 
 
 def require_training(config: Config) -> None:
-    """Refuses a training whose method, cache or policy there is not."""
+    """Refuses a training without a method, cache or policy."""
     asked_objective(config)
     cache = config.train.cache or config.cache.output
     if not is_remote(cache) and not (Path(cache) / "manifest.json").exists():
-        Cache(Path(cache)).manifest()  # which says what there is instead
-    require_folder(config.train.model, "Pass the policy by --model DIR.")
+        Cache(Path(cache)).manifest()  # raises if there is none
+    require_folder(config.train.model, "Pass the policy with --model DIR.")
 
 
 def require_inputs(config: Config) -> None:
-    """Refuses data and a reference that are not there.
+    """Refuses missing data and a missing reference.
 
-    With Ray they may lie on its machines alone; without a model its own refusal comes first.
+    With Ray, they may be on its machines only. Without a model, a later check gives the error.
     """
     if config.scoring.executor != "inline" or not config.model.path:
         return
@@ -46,6 +46,6 @@ def require_inputs(config: Config) -> None:
 
 
 def require_folder(model: str, way: str) -> None:
-    """Refuses a model whose folder is not there."""
+    """Refuses a model whose folder is missing."""
     if model and not is_remote(model) and not Path(model).is_dir():
         raise UsageError(f"{model}: no such model folder. {way}")

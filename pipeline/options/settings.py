@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from ...stages.methods.method import Method
 
 FILE_NAME = "align.yaml"
-LARGEST_FILE = 1024 * 1024  # a file of data is larger, and YAML takes minutes to refuse it
+LARGEST_FILE = 1024 * 1024  # larger files are data, which YAML takes minutes to refuse
 BY_HAND = ("flag", "--set", "ALIGN_MODEL")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A config, and where each value that is not a default came from."""
+    """A config, and the source of each value that is not a default."""
 
     config: Config
     origins: dict[str, str]
 
     def given(self, section: str) -> dict[str, Any]:
-        """The settings of one section that the user gave, by their dotted names.
+        """The settings of one section that the user gave, by dotted name.
 
-        A default in a file is not counted: `align init` writes all of them.
+        A default in a file does not count, because `align init` writes all defaults.
         """
         values, defaults = flatten(self.config), flatten(Config())
         return {
@@ -58,10 +58,10 @@ def load_settings(
     near: Sequence[str] = (),
     command: str = "config",
 ) -> Settings:
-    """Later sources win: defaults, config file, environment, flags, --set.
+    """Merges defaults, config file, environment, flags and --set; later ones win.
 
-    The file is `file`, or the align.yaml here, beside the data or beside what is `near`. It serves
-    many commands, as the environment does; a flag or --set has to be one that `command` uses.
+    The file is `file`, or an align.yaml here, beside the data or beside `near`. File and
+    environment may have settings of other commands; flags and --set must be used by `command`.
     """
     of_flags = {name: _of_flag(name, value, command) for name, value in flags.items()}
     if data:
@@ -80,11 +80,10 @@ def load_settings(
         values.update(layer)
         origins.update(dict.fromkeys(layer, origin))
     mask_secrets_of(uri := str(values.get("tracking.uri")))
-    if MASK in uri:  # as in the config.yaml of a run
+    if MASK in uri:  # from the config.yaml of a run
         raise UsageError(
-            f"{origins['tracking.uri']}: tracking.uri is {uri}, and the secret in it was not "
-            "written down. Give the whole address: --set tracking.uri=…, or MLFLOW_TRACKING_URI "
-            "and no tracking.uri."
+            f"{origins['tracking.uri']}: tracking.uri is {uri}, whose secret was masked. Give the "
+            "full address with --set tracking.uri=…, or in MLFLOW_TRACKING_URI and no tracking.uri."
         )
     config = _checked(values, origins, command)
     if reads(command, "tracking.trackers"):
@@ -97,7 +96,7 @@ def load_settings(
 
 
 def instead_of(name: str, command: str) -> str:
-    """What to do about a setting that the command would ignore."""
+    """The remedy for a setting that the command would ignore."""
     if (instead := INSTEAD.get(command, {}).get(name)) is not None:
         return f"Use {instead}" if instead else "Leave it out"
     users = [f"`align {one}`" for one in COMMANDS if one != "config" and reads(one, name)]
@@ -114,27 +113,27 @@ def _beside(names: Sequence[str]) -> Path | None:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """The settings of a file by their dotted names; paths are resolved from where it lies."""
+    """The settings of a file by dotted name; paths are relative to the file."""
     if not path.exists():
         raise UsageError(f"{path}: no such config file. `align init` writes one.")
     if not path.is_file() or path.stat().st_size > LARGEST_FILE:
-        raise UsageError(f"{path}: not a config file. Name one as `align init` writes it.")
+        raise UsageError(f"{path}: not a config file. `align init` writes one.")
     try:
         content = from_yaml(path.read_text(encoding="utf-8"))
     except (*UNREADABLE, UnicodeError) as error:
         why = " ".join(str(error).split())
         raise UsageError(f"{path}: not readable as YAML: {why:.300}") from error
     if not isinstance(content, dict | None):
-        raise UsageError(f"{path}: expected sections such as 'model:', found {content!r:.60}.")
+        raise UsageError(f"{path}: write sections such as 'model:', found {content!r:.60}.")
     content = content or {}
     sections = {name: inside for name, inside in content.items() if isinstance(inside, dict)}
     if twice := sorted(_flat(sections).keys() & content.keys()):
-        raise UsageError(f"{path}: given twice: {', '.join(twice)}. Write each of them once.")
+        raise UsageError(f"{path}: given twice: {', '.join(twice)}. Write each once.")
     return _located(_flat(content), path.parent, os.path.expanduser)
 
 
 def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted names for the settings inside sections; anything else keeps its name."""
+    """Dotted names for the settings in sections; other names are kept."""
     flat: dict[str, Any] = {}
     for section, content in sections.items():
         if isinstance(content, dict):
@@ -147,7 +146,7 @@ def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
 def _located(
     values: dict[str, Any], folder: Path, home: Callable[[str], str] = str
 ) -> dict[str, Any]:
-    """The settings with their paths from a folder; `home` resolves a ~, which a shell has done."""
+    """The settings with paths relative to a folder; `home` resolves a ~."""
 
     def located(value: Any) -> Any:
         if isinstance(value, list):
@@ -157,14 +156,14 @@ def _located(
         return str(folder / home(value))
 
     for name in paths() & values.keys():
-        # What train.deepspeed names is a file, and not a preset, when it ends so.
+        # A train.deepspeed with this ending is a file rather than a preset.
         if name != "train.deepspeed" or str(values[name]).endswith(".json"):
             values[name] = located(values[name])
     return values
 
 
 def _of_flag(name: str, value: Any, command: str) -> Any:
-    """The value of a flag, which is a text, a switch, or a list of texts."""
+    """The value of a flag, from a text, a switch, or a list of texts."""
     if isinstance(value, str):
         return _of_text(name, value, f"{flag_of(name, command)} {value:.60}")
     if not isinstance(value, list) or get_origin(fields()[name].annotation) is not dict:
@@ -173,7 +172,7 @@ def _of_flag(name: str, value: Any, command: str) -> Any:
     for text in value:
         ours, equals, theirs = text.partition("=")
         if not (ours and equals):
-            raise UsageError(f"--map {text}: expected OURS=YOURS, for example prompt=question.")
+            raise UsageError(f"--map {text}: write OURS=YOURS, for example prompt=question.")
         columns[ours] = theirs
     return columns
 
@@ -181,16 +180,14 @@ def _of_flag(name: str, value: Any, command: str) -> Any:
 def _of_set(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise UsageError(
-            f"--set {text:.60}: expected NAME=VALUE, for example --set cache.shards=8."
-        )
+        raise UsageError(f"--set {text:.60}: write NAME=VALUE, for example --set cache.shards=8.")
     return name, _of_text(name, value, f"--set {text:.60}")
 
 
 def _of_text(name: str, text: str, where: str) -> Any:
-    """The value of a setting that is given as text: itself, where the setting is a text.
+    """The value of a setting from text: the text itself for a text setting, else YAML.
 
-    A text that may be true, false or a fraction as well is read as the others are.
+    A setting that may be text or another type is also read as YAML.
     """
     field = fields().get(name)
     kinds = {*get_args(field.annotation)} if field else set()
@@ -206,14 +203,13 @@ def _of_text(name: str, text: str, where: str) -> Any:
 
 
 def _checked(values: Mapping[str, Any], origins: Mapping[str, str], command: str) -> Config:
-    """The config of these values; what is wrong is one sentence with the setting and its origin."""
+    """The config of these values; an error names the setting and its source."""
     sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in values.items():
         section, _, key = name.partition(".")
         if name in SECTIONS:
             raise UsageError(
-                f"{origins[name]}: {name} is a section: expected settings in it, found "
-                f"{value!r:.60}."
+                f"{origins[name]}: {name} is a section: write settings in it, found {value!r:.60}."
             )
         if name not in fields() and section != "method":
             meant = meant_by(name) or closest(name, fields())
@@ -230,7 +226,7 @@ def _checked(values: Mapping[str, Any], origins: Mapping[str, str], command: str
 
 
 def _blamed(section: str, error: ValidationError, origins: Mapping[str, str], command: str) -> str:
-    """The sentence for the first wrong value of a section: its origin, its name, what it may be."""
+    """The message for the first wrong value of a section: source, name, allowed values."""
     first = error.errors(include_url=False)[0]
     key, *inside = first["loc"]
     name, found = f"{section}.{key}", first["input"]
@@ -243,7 +239,7 @@ def _blamed(section: str, error: ValidationError, origins: Mapping[str, str], co
     return wrong
 
 
-# Settings as they are written down.
+# Settings as text.
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -261,12 +257,12 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def as_absolute(config: Config) -> dict[str, Any]:
-    """Every setting by its dotted name, with absolute paths and without secrets."""
+    """Every setting by dotted name, with absolute paths and without secrets."""
     return without_secrets(_located(flatten(config), Path.cwd()))
 
 
 def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their dotted names, with secrets left out."""
+    """Settings by dotted name, without secrets."""
     shown = masked(dict(settings))
     if "://" in (uri := settings.get("tracking.uri") or ""):
         shown["tracking.uri"] = masked_address(uri)
@@ -283,15 +279,15 @@ def as_yaml(config: Config) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The settings of a file by their dotted names, as `flatten` gives them."""
+    """The settings of a file by dotted name, as from `flatten`."""
     found = _read_file(path)
     return flatten(_checked(found, dict.fromkeys(found, str(path)), "config"))
 
 
 def template(method: Method | None) -> str:
-    """The text of a new align.yaml: every setting, its default and what it means.
+    """The text of a new align.yaml: every setting, its default and its meaning.
 
-    The options of a method are comments: set, they are refused with a method that has none such.
+    Method options are comments, because setting them is an error for methods without them.
     """
     values = flatten(Config()) | ({"train.method": method.name} if method else {})
     lines = ["# Settings of align. Every value shown is the default; flags win over this file."]

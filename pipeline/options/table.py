@@ -1,6 +1,6 @@
-"""What each command takes of the settings: its flags, what it reads besides, and what binds it.
+"""The settings of each command: its flags, other settings it reads, and those that must match.
 
-A name is one of a setting, as train.lr, or of a section, which stands for all of its settings.
+A name is a setting such as train.lr, or a section, which means all of its settings.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ SECTIONS: dict[str, Any] = {
     name: field.annotation for name, field in _CONFIG.__pydantic_fields__.items()
 }
 
-# The settings that are flags, by section, with their words where these are not the names; the
-# options of methods all are.
+# The settings that are flags, by section, with the flag's word if it differs from the name. All
+# options of methods are flags.
 FLAGS = {
     "model": "path:--model adapter dtype device",
     "data": "map split max_bad_frac",
@@ -41,7 +41,7 @@ FLAGS = {
     "select": "output rows min_gap max_length_ratio keep_cut",
     "rounds": "output count reference",
 }
-# Those that `align run` has to tell apart.
+# Flags that `align run` has to distinguish.
 WORDS_OF_RUN = {
     "model.dtype": "--reference-dtype",
     "cache.output": "--cache",
@@ -54,8 +54,8 @@ _TRACKING = "tracking.mlflow tracking.trackers"
 _RECORD = "tracking.uri tracking.experiment tracking.run_name"
 _TRAINING = "train lora method model.device tracking"
 _EVERYTHING = " ".join(SECTIONS)
-# Each command with settings: those it has the flags of, and what it reads besides, from a file,
-# the environment or --set.
+# Each command with settings: those with flags, and those that it reads only from a file, the
+# environment or --set.
 COMMANDS = {
     "precompute-ref": (f"model data tokens cache scoring {_TRACKING}", _RECORD),
     "score": (
@@ -82,7 +82,7 @@ COMMANDS = {
     "rounds": (f"rounds train.method {_TRACKING}", _EVERYTHING),
     "config": ("", _EVERYTHING),
 }
-# What a command does not read of that: the flag or setting to use instead, if there is one.
+# Exceptions, which a command does not read: the flag or setting to use instead, if there is one.
 _POLICY = {
     "model.path": "--model (train.model); another policy than the cache's reference needs "
     "train.other_reference=true",
@@ -110,7 +110,7 @@ INSTEAD = {
     },
 }
 
-# The names of options in transformers and TRL, and the settings that are meant.
+# Names of options in transformers and TRL, with align's settings.
 OURS = {
     "model_name_or_path": "model.path",
     "ref_model": "model.path",
@@ -154,10 +154,10 @@ OURS = {
     "report_to": "tracking.trackers",
 }
 
-# What binds a finished cache, a run that is resumed, and a round. With another `length` a run is
-# resumed as well, but it is not the run that it would have been without a stop; with another `end`
-# it is. What is free binds none of them: where things are (what they hold is compared instead), how
-# the work is done, and what is written down of it.
+# The settings that must match for a finished cache, a resumed run, and a round. A run may resume
+# with another `length`, which changes its numbers, or with another `end`, which does not. Free
+# settings need not match: locations (contents are compared instead), the way of doing the work, and
+# the records of it.
 _LENGTH = "train.epochs train.max_steps"
 _END = "train.best train.write_best train.patience"
 _FREE = (
@@ -171,7 +171,7 @@ _FREE = (
     "judge.template judge.against select.output rounds.output rounds.count rounds.min_win_rate "
     "rounds.max_length_growth rounds.serve rounds.serve_timeout"
 )
-_BINDS = {  # and what of that does not
+_MUST_MATCH = {  # with exceptions
     "cache": ("tokens cache scoring.tokens_per_batch", _FREE),
     "run": ("train lora method", f"{_FREE} {_LENGTH} {_END}"),
     "length": (_LENGTH, ""),
@@ -186,7 +186,7 @@ _BINDS = {  # and what of that does not
 
 @cache
 def fields() -> Mapping[str, FieldInfo]:
-    """Every setting that is declared, by its dotted name; options of methods are not."""
+    """Every declared setting by dotted name, without options of methods."""
     found = {}
     for section, options in SECTIONS.items():
         inside = getattr(options, "__pydantic_fields__", {})
@@ -196,7 +196,7 @@ def fields() -> Mapping[str, FieldInfo]:
 
 @cache
 def paths() -> frozenset[str]:
-    """The settings that are paths, which a config file gives from where it is."""
+    """The settings that are paths."""
     found = set()
     for name, field in fields().items():
         of_items = (getattr(one, "__metadata__", ()) for one in get_args(field.annotation))
@@ -207,7 +207,7 @@ def paths() -> frozenset[str]:
 
 @cache
 def flags_of(command: str) -> Mapping[str, str]:
-    """The flag of each setting that has one in this command, by its dotted name, in order."""
+    """The flags of a command by the dotted names of their settings, in order."""
     taken, _ = COMMANDS.get(command, ("", ""))
     words = {
         f"{section}.{key}": word or word_of(key)
@@ -225,7 +225,7 @@ def flags_of(command: str) -> Mapping[str, str]:
 
 
 def flag_of(name: str, command: str) -> str:
-    """The flag of a setting in this command; empty if it has none there."""
+    """The flag of a setting in a command; empty if there is none."""
     section, _, key = name.partition(".")
     if section == "method":
         return word_of(key) if is_among(name, COMMANDS.get(command, ("",))[0]) else ""
@@ -233,12 +233,12 @@ def flag_of(name: str, command: str) -> str:
 
 
 def word_of(key: str) -> str:
-    """The flag that is called as a setting or an option is."""
+    """The flag with the name of a setting or an option."""
     return f"--{key.replace('_', '-')}"
 
 
 def meant_by(name: str) -> list[str]:
-    """The setting that a name of another trainer means, or one of ours without its section."""
+    """The settings for a name of another trainer, or for a name without its section."""
     key = name.lstrip("-").replace("-", "_").rpartition(".")[2]
     own = [setting for setting in fields() if setting.rpartition(".")[2] == key]
     if name in own:
@@ -249,22 +249,22 @@ def meant_by(name: str) -> list[str]:
 
 
 def reads(command: str, name: str) -> bool:
-    """Whether a command uses a setting; rounds give theirs to every other command."""
+    """Whether a command uses a setting; rounds pass their settings to every other command."""
     return name not in INSTEAD.get(command, {}) and is_among(name, " ".join(COMMANDS[command]))
 
 
-def binds(name: str, *keepers: str) -> bool:
-    """Whether a setting binds one of the keepers."""
-    kept = (_BINDS[keeper] for keeper in keepers)
-    return any(is_among(name, binding) and not is_among(name, free) for binding, free in kept)
+def must_match(name: str, *outputs: str) -> bool:
+    """Whether a setting must match for one of these: a cache, a run, a round."""
+    kept = (_MUST_MATCH[output] for output in outputs)
+    return any(is_among(name, included) and not is_among(name, free) for included, free in kept)
 
 
-def bound(settings: Mapping[str, Any], *keepers: str) -> dict[str, str]:
-    """What one of the keepers keeps of settings; a mapping says the same in any order."""
+def settings_to_match(settings: Mapping[str, Any], *outputs: str) -> dict[str, str]:
+    """The settings that must match for one of these, as text; mappings ignore order."""
     return {
         name: repr(dict(sorted(value.items())) if isinstance(value, dict) else value)
         for name, value in settings.items()
-        if binds(name, *keepers)
+        if must_match(name, *outputs)
     }
 
 

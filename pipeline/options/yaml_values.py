@@ -1,4 +1,4 @@
-"""YAML as settings are written: numbers, booleans and null are those of YAML 1.2."""
+"""YAML for settings, with the numbers, booleans and null of YAML 1.2."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import yaml
 
-# The last of them: a number of too many digits.
+# ValueError: a number with too many digits.
 UNREADABLE = (yaml.YAMLError, RecursionError, ValueError)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1, PyYAML's own, takes 1e-6 for text, yes for true, 010 for 8 and 1:30 for 90."""
+    """PyYAML reads YAML 1.1, where 1e-6 is text, yes is true, 010 is 8 and 1:30 is 90."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):  # one in itself has no end
+        if self.check_event(yaml.AliasEvent):  # a recursive alias has no end
             raise yaml.YAMLError("aliases are not allowed")
         return super().compose_node(parent, index)
 
@@ -31,7 +31,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts that either version takes for something else."""
+    """Quotes texts that either YAML version reads as another type."""
 
 
 _Loader.yaml_implicit_resolvers = {}
@@ -49,7 +49,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_int)
 
 
 def from_yaml(text: str) -> Any:
-    """The value of one document; raises one of UNREADABLE if it is refused."""
+    """The value of one document; raises one of UNREADABLE for bad text."""
     return yaml.load(text, _Loader)
 
 
@@ -59,5 +59,5 @@ def to_yaml(value: Any) -> str:
 
 
 def in_yaml(value: Any) -> str:
-    """A value in one line."""
+    """A value as YAML in one line."""
     return yaml.dump(value, Dumper=_Dumper, default_flow_style=True).replace("...", "").strip()

@@ -199,8 +199,8 @@ def require_same_making(manifest: Manifest, other: Manifest, name: str) -> None:
     """Refuses to evaluate on a cache of another reference, or of other tokens."""
     if found := differences(_making(manifest), _making(other)):
         raise FingerprintError(
-            f"{name} (train.eval_cache, second values) was made differently from the cache to train "
-            f"on (first values):{_lines(found)}\nMake both with the same model and settings."
+            f"{name} (train.eval_cache) differs from the cache to train on, whose values come "
+            f"first:{_lines(found)}\nMake both with the same model and settings."
         )
 
 

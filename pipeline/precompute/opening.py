@@ -28,7 +28,7 @@ from ...stages.storage.disk.digests import user_folder
 from ...stages.storage.locations import is_remote
 from ..jobs.object_inputs import cache_at
 from ..options.settings import flatten
-from ..options.table import bound
+from ..options.table import settings_to_match
 from ..parts import Part
 from ..ray_actors import require_executor
 
@@ -129,7 +129,7 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Ca
         **({"tokens.learn": learn} if learn != "all" and any(map(has_turns, first)) else {}),
         **tokenizer_fingerprint(tokenizer),
     }
-    for name in bound(settings, "cache"):
+    for name in settings_to_match(settings, "cache"):
         value = settings[name]
         fields[name] = str(value).lower() if isinstance(value, bool) else str(value)
     fields |= identity

@@ -304,6 +304,6 @@ def _require_partners(encoded: Encoded) -> None:
     lowest, highest = zip(*(one.texts for one in encoded.records), strict=True)
     if min(lowest) == max(highest):
         raise BadDataError(
-            "Every completion is the same text, so KTO's KL pairs would be real ones. Add rows with "
-            "other completions, or pass --kl-pairs 0."
+            "Every completion is the same text, so KTO's KL pairs would be real ones. Add rows "
+            "with other completions, or pass --kl-pairs 0."
         )

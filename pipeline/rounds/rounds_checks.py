@@ -23,7 +23,7 @@ from ...stages.storage.run.run_folder import RunFolder
 from ..jobs.object_inputs import local_model, with_local_inputs
 from ..options.first_checks import asked_objective
 from ..options.settings import Settings, as_absolute, changed
-from ..options.table import INSTEAD, bound
+from ..options.table import INSTEAD, settings_to_match
 from ..plan.cache_checks import require_own_samples
 from ..precompute.opening import require_model
 from ..tables.judge import CHECKS, LANGUAGE, require_judge
@@ -166,7 +166,7 @@ def _binding(
 
     A model, a template or a function that is missing is found here.
     """
-    found = bound(as_absolute(config), "round")
+    found = settings_to_match(as_absolute(config), "round")
     if not config.server.url:
         found = {name: value for name, value in found.items() if not name.startswith("server.")}
     judge, template = config.judge, config.tokens.chat_template

@@ -24,7 +24,7 @@ from ...stages.tracking.metrics_log import EVAL
 from ...stages.tracking.progress import Progress
 from ...stages.tracking.run import Run as TrackedRun
 from ...stages.tracking.run import inherited, open_training_run
-from ...stages.tracking.run_record import NUMBERS_TAG, ROUND_TAG, SIGNS_TAG, TRIAL_TAG, Status
+from ...stages.tracking.run_record import NUMBERS_TAG, ROUND_TAG, TRIAL_TAG, WARNINGS_TAG, Status
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
 from ...stages.train.patience import why_unmeasured
 from ..options.settings import flatten, without_secrets
@@ -365,7 +365,7 @@ def shown(metrics: Mapping[str, float]) -> str:
 def record_warnings(tracked: TrackedRun, warnings: Mapping[str, str]) -> None:
     """Records the warnings as a tag, which is shown beside the run and can be searched."""
     text = "; ".join(f"{name}: {warning}" for name, warning in warnings.items())
-    tracked.set_tags({SIGNS_TAG: text or "nothing"})
+    tracked.set_tags({WARNINGS_TAG: text or "nothing"})
 
 
 def data_of(run: Run) -> str:

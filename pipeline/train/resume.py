@@ -30,7 +30,7 @@ from ...stages.storage.disk.locks import lock_of, owner_lock
 from ...stages.storage.run.checkpoints import CHECKPOINTS, damage, whole_checkpoints
 from ...stages.storage.run.run_folder import ENDINGS, RunFolder, read_ending
 from ..options.settings import as_absolute, as_yaml
-from ..options.table import binds, bound
+from ..options.table import must_match, settings_to_match
 
 if TYPE_CHECKING:
     from .setup import Run
@@ -78,7 +78,7 @@ def open_folder(run: Run) -> Iterator[None]:
                 )
                 for name, line in lengths.items() if world.rank == 0 else ():
                     follows = "; the learning rate follows the new length from now on"
-                    logger.warning("%s%s.", line, follows if binds(name, "length") else "")
+                    logger.warning("%s%s.", line, follows if must_match(name, "length") else "")
         if run.remote and world.rank == 0:
             stack.enter_context(run.remote.pushed_at_end())
         yield
@@ -202,7 +202,7 @@ def begun_preset(begun: RunIdentity) -> str:
 def _require_same(begun: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
     """Refuses values that differ; returns changes of the length or the end, by name."""
     lines = differences(begun, now, had="begun with")
-    if wrong := [line for name, line in lines.items() if not binds(name, "length", "end")]:
+    if wrong := [line for name, line in lines.items() if not must_match(name, "length", "end")]:
         listed = "\n  ".join(wrong)
         raise FingerprintError(
             f"This run was started with other settings:\n  {listed}\n"
@@ -211,9 +211,9 @@ def _require_same(begun: Mapping[str, str], now: Mapping[str, str]) -> dict[str,
     return lines
 
 
-def binding(settings: Mapping[str, Any]) -> dict[str, str]:
+def run_settings(settings: Mapping[str, Any]) -> dict[str, str]:
     """The settings that must match on resume, or that change the run's length or end."""
-    kept = bound(settings, "run", "length", "end")
+    kept = settings_to_match(settings, "run", "length", "end")
     if not (settings.get("train.patience") or settings.get("train.write_best")):
         kept.pop("train.best", None)  # without these it only keeps a checkpoint
     return kept
@@ -221,7 +221,7 @@ def binding(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def settings_of(run: Run) -> dict[str, str]:
     """The settings known before weights are loaded, with the method's resolved options."""
-    settings = binding(as_absolute(run.config))
+    settings = run_settings(as_absolute(run.config))
     given = {name: value for name, value in settings.items() if not name.startswith("method.")}
     held_out = run.held_out[1].root if run.held_out else "none"
     return {**given, **_options(run.asked), **run.identity, "root of train.eval_cache": held_out}
@@ -249,7 +249,7 @@ def identity_of(run: Run) -> RunIdentity:
 def numbers_of(run: Run) -> str:
     """A digest of all settings that decide a run's numbers at each step."""
     known, train = identity_of(run), run.config.train
-    settings = {name: one for name, one in known.settings.items() if not binds(name, "end")}
+    settings = {name: one for name, one in known.settings.items() if not must_match(name, "end")}
     computed = {name: one for name, one in known.computed.items() if name != OF_RANKS}
     of_lines = [train.log_every, train.limit_eval_batches]  # over which metrics are averaged
     return digest([known.cache_root, settings, computed, of_lines])

@@ -1,4 +1,4 @@
-"""Runs side by side, by the held-out rows that all of them were measured on."""
+"""Compares runs by the held-out rows on which all of them were evaluated."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ UNITS = {"log_ratio": "margin of log-ratios, nats", "logp": "margin of log-probs
 
 @dataclass(frozen=True)
 class RunDiff:
-    """Two runs, and their difference on the rows that both have."""
+    """Two runs, and their difference on common rows."""
 
     runs: tuple[str, str]
-    measure: str  # what has to be higher for a row to be right
+    measure: str  # the value that is higher for the good side of a correct row
     found: TwoRuns
 
     def text(self) -> str:
-        """How far apart they are, and in which rows."""
+        """The difference of the runs, and the rows that flip."""
         found = self.found
         head = (counted(found.accuracy.rows, "held-out rows"), "A", "B", "B - A", "95 % interval")
         rows = [
@@ -52,7 +52,7 @@ class RunDiff:
             *grid(head, rows),
         ]
         if found.left_out:
-            lines.append(f"  {counted(found.left_out, 'rows')} that only one has are left out.")
+            lines.append(f"  {counted(found.left_out, 'rows')} of only one run are left out.")
         lines += [
             "",
             f"Right in both {found.in_both:,}, in A alone {len(found.lost):,}, in B alone "
@@ -63,7 +63,7 @@ class RunDiff:
             better = "B" if len(found.gained) > len(found.lost) else "A"
             lines.append(f"{better} is right on more of them, by more than chance ({ALPHA:g}).")
         else:
-            lines.append("These rows do not tell the two apart.")
+            lines.append("On these rows the two runs are not significantly different.")
         for name, ids in (("A", found.lost), ("B", found.gained)):
             if ids:
                 more = ", …" if len(ids) > MOST_SHOWN else ""
@@ -78,11 +78,11 @@ class _Evaluated:
     title: str
     samples: pl.DataFrame
     formula: str  # of the rewards that its loss compares
-    rewards: str  # the formula with the options in force, on which the rewards depend too
+    rewards: str  # the formula with its resolved options
 
 
 def diff_runs(first: Path, second: Path, step: int | None = None) -> RunDiff:
-    """Compares two runs after their last evaluation, or after that of a step."""
+    """Compares two runs after their last evaluation, or after the one at a step."""
     runs = [_evaluated(training_folder(root), step) for root in (first, second)]
     column, measure = _measure(runs)
     found = compare(runs[0].samples, runs[1].samples, column)
@@ -90,10 +90,10 @@ def diff_runs(first: Path, second: Path, step: int | None = None) -> RunDiff:
 
 
 def ranking(folders: Mapping[str, RunFolder]) -> tuple[str, Sequence[str]]:
-    """The run with the most held-out rows right, and sentences on those that may be as good.
+    """The run with the most correct held-out rows, and sentences on runs that may be as good.
 
-    The best is chosen by the same rows, so each of all pairs of runs has its share of the 5 % in
-    which chance may look like more. Fewer than two runs have no best.
+    The best is chosen by the same rows, so the significance level of 5 % is divided by the number
+    of pairs of runs. Fewer than two runs have no best.
     """
     runs = {name: _evaluated(one, None) for name, one in folders.items() if one.evaluations()}
     if len(runs) < 2:
@@ -110,10 +110,10 @@ def ranking(folders: Mapping[str, RunFolder]) -> tuple[str, Sequence[str]]:
     rows = counted(len(right[best]), "held-out rows")
     lines = [f"{best} has the most of {rows} right: {right[best].mean():.4f}, by {measure}."]
     if alike:
-        lines.append(f"These rows do not tell it apart from {', '.join(sorted(alike))}.")
+        lines.append(f"It is not significantly better than {', '.join(sorted(alike))}.")
     if behind:
-        lines.append(f"It is ahead of {', '.join(sorted(behind))} by more than chance.")
-    return best, (*lines, "`align diff` shows two of them row by row.")
+        lines.append(f"It is significantly better than {', '.join(sorted(behind))}.")
+    return best, (*lines, "`align diff` compares two of them row by row.")
 
 
 def _evaluated(folder: RunFolder, step: int | None) -> _Evaluated:
@@ -128,7 +128,7 @@ def _evaluated(folder: RunFolder, step: int | None) -> _Evaluated:
         step = of_model if of_model in tables else max(tables)
     if step not in tables:
         steps = ", ".join(map(str, tables))
-        raise UsageError(f"{folder.root} was not measured after step {step}, but after: {steps}.")
+        raise UsageError(f"{folder.root} has no evaluation after step {step}. Use one of: {steps}.")
     method = settings["train.method"]
     objective = objective_of(method, method_options(settings))
     return _Evaluated(
@@ -140,6 +140,6 @@ def _evaluated(folder: RunFolder, step: int | None) -> _Evaluated:
 
 
 def _measure(runs: Sequence[_Evaluated]) -> tuple[str, str]:
-    """The column to compare, and its meaning: rewards where all losses compare the same ones."""
+    """The column to compare, and its meaning: rewards if all runs have the same ones."""
     column = measure_of([run.samples for run in runs], {run.rewards for run in runs})
     return column, f"the reward {runs[0].formula}" if column == REWARD else f"the {column}"

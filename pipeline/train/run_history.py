@@ -19,16 +19,16 @@ LINES_AT_ONCE = 1000
 
 @dataclass(frozen=True)
 class Measured:
-    """The metrics of two moments of a run, named as in metrics.jsonl."""
+    """The first and the last metrics of a run, named as in metrics.jsonl."""
 
     rows: Literal["held out", "training", ""] = ""
     before: dict[str, float] = field(default_factory=dict)
-    after: dict[str, float] = field(default_factory=dict)  # empty unless of a later step
+    after: dict[str, float] = field(default_factory=dict)  # empty without a later step
 
 
 @dataclass(frozen=True)
 class History:
-    """Lines of metrics.jsonl: step, time and a column per metric, null where a line lacks it."""
+    """Lines of metrics.jsonl: step, time and a column per metric, null if a line lacks it."""
 
     learned: pl.DataFrame
     held_out: pl.DataFrame  # the names of its metrics begin with eval/
@@ -40,14 +40,14 @@ class History:
 
     @property
     def times(self) -> tuple[datetime | None, datetime | None]:
-        """When the first and the last line were written."""
+        """The times of the first and the last line."""
         known = [*self.learned["time"], *self.held_out["time"]]
         return min(known, default=None), max(known, default=None)
 
     def measured(self, model_step: int | None = None) -> Measured:
-        """First and last: on held-out rows, or on training steps where nothing is held out.
+        """First and last metrics, on held-out rows, or on training steps without held-out rows.
 
-        `model_step`: the step whose model was written, if that is not the last.
+        `model_step`: the step of the written model, if it is not the last one.
         """
         is_held_out = f"{EVAL}loss" in self.held_out.columns
         rows: Literal["held out", "training"] = "held out" if is_held_out else "training"
@@ -73,7 +73,7 @@ def _metrics(line: Mapping[str, Any]) -> dict[str, float]:
 
 def read_history(metrics: Path) -> History:
     """Reads metrics.jsonl, some lines at a time."""
-    import polars as pl  # noqa: PLC0415 - 20 MiB that a rank without a report can do without
+    import polars as pl  # noqa: PLC0415 - 20 MiB that ranks without a report do not need
 
     kinds = pl.Schema({"step": pl.Int64(), "time": pl.Datetime("ms", "UTC")})
     frames = [pl.DataFrame(schema=kinds)]

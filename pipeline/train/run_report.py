@@ -1,4 +1,4 @@
-"""`report.html`: a run on one page, made of its folder and its cache's manifest."""
+"""`report.html`: a run on one page, from its folder and its cache's manifest."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ...stages.storage.run.checkpoints import read_checkpoint
 from ...stages.storage.run.run_folder import RunFolder, read_ending
 from ...stages.tracking.metrics_log import EVAL
 from ...stages.tracking.run_texts import data_name, model_name
-from ..jobs.signals import WAY_ON
+from ..jobs.signals import RESUME
 from ..options.settings import read_yaml, without_secrets
 from .run_history import History, Measured, curves, read_history
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("align")
 
-# Metrics that have a line each, where a method reports them.
+# Metrics with a line each, if the method reports them.
 SUMMARIZED = (
     *("loss", "rewards/accuracies", "rewards/ties", "rewards/margins"),
     *("log_odds/accuracy", "log_odds/ratio"),
@@ -56,7 +56,7 @@ MOST_SHOWN = 4000  # characters of an answer
 
 
 def training_folder(root: Path) -> RunFolder:
-    """The folder of a training run that has begun; any other is refused."""
+    """The folder of a started training run; other folders are refused."""
     folder = RunFolder(root)
     if not (folder.metrics.exists() and folder.config.exists()):
         raise UsageError(
@@ -67,11 +67,11 @@ def training_folder(root: Path) -> RunFolder:
 
 
 def require_finished(folder: RunFolder) -> RunEnding:
-    """How a finished run ended; a run that is not has no model of its last step."""
+    """The final status of a finished run; an unfinished one is refused."""
     ending = read_ending(folder)
     if ending is None or ending.ending != "finished" or not folder.model.exists():
         raise UsageError(
-            f"{folder.root} has no trained model yet: it is not finished. --resume auto goes on."
+            f"{folder.root} is not finished and has no trained model. Resume it with --resume auto."
         )
     return ending
 
@@ -112,7 +112,7 @@ def write_report(root: Path) -> dict[str, str]:
         if kind_of(last.columns) == "log-ratios":
             note += " A log-ratio is log(policy / reference), summed over a completion."
         if REWARD in last.columns:
-            note += " A reward is what the method's loss compares."
+            note += " A reward is the value that the method's loss compares."
 
     answers = [
         {
@@ -143,7 +143,7 @@ def write_report(root: Path) -> dict[str, str]:
             Section(
                 "Training rows",
                 facts=_row_facts(folder),
-                note="Margins of rewards, before the update of each visit's step. "
+                note="Margins of rewards, before the update of each step that ran the row. "
                 "`align inspect CACHE --row ID` shows a row.",
             ),
             Section("Answers before training and after", texts=answers),
@@ -169,7 +169,7 @@ def write_report(root: Path) -> dict[str, str]:
 
 
 def before_and_after(measured: Measured) -> list[list[str]]:
-    """The main metrics, first and last, as a table whose head says on which rows."""
+    """The main metrics, first and last, as a table; its head names the rows."""
     is_held_out = measured.rows == "held out"
     prefix, rows = EVAL if is_held_out else "", []
     for name in SUMMARIZED:
@@ -183,11 +183,11 @@ def before_and_after(measured: Measured) -> list[list[str]]:
 
 
 def _lead(folder: RunFolder, ending: RunEnding | None, history: History, method: str) -> list[str]:
-    """How far the run came and how it ended."""
+    """The progress and the status of the run."""
     how = HOW[ending.ending] if ending else "not finished"
     lines = [f"{method}, {counted(history.steps, 'steps')}, {how}.", *_notes_on(ending)]
     lines += [f"Resumed with a change: {change}." for change in (ending.changes if ending else ())]
-    # Steps that were run again after a resume may have been applied.
+    # Steps that were repeated after a resume may have been applied.
     applied = curves(history.learned).get("step_applied", ())
     if failed := sorted(_not_applied(folder) - {s for s, one in applied if one == 1}):
         shown = ", ".join(f"{step:,}" for step in failed[:10])
@@ -203,7 +203,7 @@ def _notes_on(ending: RunEnding | None) -> list[str]:
         lines = [f"It ended before its {counted(ending.total_steps, 'steps')}: {ending.reason}."]
     if ending and ending.model_step is not None:
         lines.append(
-            f"Its model is that of step {ending.model_step:,}, the best (train.write_best)."
+            f"Its model is of step {ending.model_step:,}, the best one (train.write_best)."
         )
     return lines
 
@@ -211,11 +211,11 @@ def _notes_on(ending: RunEnding | None) -> list[str]:
 def _unfinished(folder: RunFolder, ending: RunEnding | None, history: History) -> list[str]:
     """For a run that is not finished: the reason, its last good step, and how to resume."""
     if ending is None and is_owned(folder.root):
-        return ["It is running, or a process still holds its folder."]
+        return ["It is running, or a process still has its folder locked."]
     if ending is None:
         lines = [
-            "No end was recorded: the run was killed, or its machine stopped. The last step with a "
-            f"line is {history.steps:,}."
+            "The run was killed, or its machine stopped. The last logged step is "
+            f"{history.steps:,}."
         ]
     elif ending.ending == "finished":
         return []
@@ -231,8 +231,8 @@ def _unfinished(folder: RunFolder, ending: RunEnding | None, history: History) -
         lines = [f"It stopped after step {ending.step:,} of {ending.total_steps:,}."]
     saved = folder.steps()
     if not saved:
-        return [*lines, f"It has no checkpoint. {WAY_ON}: it starts again at the first step."]
-    last = f"The last checkpoint is of step {saved[-1]:,}. {WAY_ON}: it resumes from there."
+        return [*lines, f"It has no checkpoint. {RESUME}: it starts again at the first step."]
+    last = f"The last checkpoint is of step {saved[-1]:,}. {RESUME}: it resumes from there."
     return [*lines, last]
 
 
@@ -245,7 +245,7 @@ def _not_applied(folder: RunFolder) -> set[int]:
 def _head(
     settings: Mapping[str, Any], history: History, manifest: Manifest | None
 ) -> dict[str, str]:
-    """What tells a run from others, by name; what is not known is left out."""
+    """The distinguishing facts of a run, by name, as far as they are known."""
     options = objective_of(settings["train.method"], method_options(settings)).values
     first, last = history.times
     facts = {
@@ -262,7 +262,7 @@ def _head(
 
 
 def _row_facts(folder: RunFolder) -> dict[str, str]:
-    """The training rows that were learned, never right, and forgotten, where margins are kept."""
+    """The training rows that were learned, never correct, and forgotten, if margins were logged."""
     rows = learned_rows(read_visits(folder.rows))
     if rows.is_empty():
         return {}
@@ -284,14 +284,14 @@ def _row_facts(folder: RunFolder) -> dict[str, str]:
 def _cache_facts(
     folder: RunFolder, settings: Mapping[str, Any]
 ) -> tuple[Manifest | None, dict[str, str], dict[str, str]]:
-    """The manifest of the run's cache, its data and lineage; or why there is none."""
+    """The manifest of the run's cache, its data and lineage; or the reason that it is missing."""
     location = settings["train.cache"] or settings["cache.output"]
     try:
         manifest = Cache(manifest_folder(location)).manifest()
         roots = {read_checkpoint(folder.step(step)).identity.cache_root for step in folder.steps()}
         if others := roots - {manifest.root}:
             raise UsageError(
-                f"{location} holds another cache now. This run was trained on root {min(others)}."
+                f"{location} holds another cache now; this run was trained on root {min(others)}."
             )
     except (UsageError, CorruptionError, StorageError) as error:
         return None, {"cache": str(error)}, {}
@@ -319,18 +319,18 @@ def _cache_facts(
 
 @dataclass(frozen=True)
 class Trained:
-    """An ended run, with its first and last metrics, for the terminal."""
+    """A run that ended, with its first and last metrics, for the terminal."""
 
     folder: RunFolder
     ending: Ending
     steps: int
     measured: Measured
-    is_old: bool = False  # it had ended before it was asked for
+    is_old: bool = False  # it had ended before this command
     ended: tuple[str, ...] = ()  # sentences on its end
     warnings: Mapping[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
-        """The metrics before and after, the warnings, and where the model and its report are."""
+        """The metrics before and after, the warnings, and the paths of model and report."""
         already = " already: this run is finished, nothing was trained" if self.is_old else ""
         lines = [f"{self.folder.root}: {counted(self.steps, 'steps')} done{already}", *self.ended]
         if self.ending == "finished":
@@ -345,7 +345,7 @@ class Trained:
             lines.append(f"report in {self.folder.report}")
         whole = self.folder.loadable
         config = whole / "config.json"
-        if self.ending == "finished" and config.exists():  # else it is an adapter alone
+        if self.ending == "finished" and config.exists():  # otherwise it is only an adapter
             is_reward = "Classification" in str(read_json(config).get("architectures"))
             command = (
                 "score data.parquet --reward-model" if is_reward else "sample prompts.jsonl --model"
@@ -355,7 +355,7 @@ class Trained:
 
 
 def trained_before(folder: RunFolder, *, writes: bool) -> Trained:
-    """A run that had ended before; its report is written if it lacks one."""
+    """A run that had ended before; a missing report is written."""
     warnings: Mapping[str, str] = {}
     if writes and not folder.report.exists():
         with log_failure("No report"):
@@ -366,13 +366,13 @@ def trained_before(folder: RunFolder, *, writes: bool) -> Trained:
 def outcome(
     folder: RunFolder, ending: Ending, warnings: Mapping[str, str] | None = None
 ) -> Trained:
-    """Reads the number of steps of a run, and its metrics; its report has found the warnings."""
+    """Reads the steps and metrics of a run; `warnings` come from its report."""
     known = read_ending(folder)
     steps, measured = known.step if known else 0, Measured()
     if folder.metrics.exists():
         history = read_history(folder.metrics)
         steps, measured = history.steps, history.measured(known.model_step if known else None)
     else:
-        logger.warning("%s is missing: what was measured is lost.", folder.metrics)
+        logger.warning("%s is missing: the metrics are lost.", folder.metrics)
     ended = tuple(_notes_on(known))
     return Trained(folder, ending, steps, measured, ended=ended, warnings=warnings or {})

@@ -39,13 +39,14 @@ MOST_TRIALS = 10_000
 
 
 def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progress) -> Sweep:
-    """Trains one run after another; `load` gives the settings of a run from further --set texts.
+    """Trains one run after another; `load` returns a run's settings from more --set texts.
 
-    A single process continues after a run that failed; ranks may not agree that it failed.
+    A single process continues after a failed run. Several ranks stop, because they may not agree
+    that it failed.
     """
     output = require_on_disk(folder, "a sweep is")
     tracking, runs = load(()).config.tracking, _checked(load, trials, output)
-    # What all runs have in common tells the sweep from others.
+    # The common settings of all runs distinguish the sweep from others.
     policies, data = {run.begins_as.path for run in runs}, {data_of(run) for run in runs}
     facts = {
         name: values.pop() if len(values) == 1 else ""
@@ -67,13 +68,13 @@ def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progres
                 tags = {GROUP_TAG: str(output.resolve()), TRIAL_TAG: trial.name}
                 try:
                     with tagged(tags, parent):
-                        # Taken out of the list: a run that is over must not keep its policy.
+                        # Removed from the list, so that a finished run does not keep its policy.
                         _train(trial, runs.pop(0), progress)
                 except AlignError as error:
                     progress.say(f"{trial.name} failed: {error}")
                     trial.ending, trial.failure = "failed", str(error)
                     if world.size > 1:
-                        if world.rank == 0:  # not `run_on_rank_zero`: the others may have ended
+                        if world.rank == 0:  # without `run_on_rank_zero`: others may have ended
                             _publish(result, parent)
                         raise
                 run_on_rank_zero(world, partial(_publish, result, parent))
@@ -84,12 +85,12 @@ def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progres
 
 
 def _checked(load: Load, trials: Sequence[Trial], output: Path) -> list[Run]:
-    """The runs; refuses a --set that every run would override, and two equal runs."""
+    """The runs; refuses a --set that every run overrides, and two equal runs."""
     origins = load(()).origins
     varied = {text.partition("=")[0] for trial in trials for text in trial.settings}
     for name in sorted(varied):
         if origins.get(name) == "--set":
-            raise UsageError(f"--set {name}: the sweep sets it in every run. Use --vary alone.")
+            raise UsageError(f"--set {name}: the sweep sets it in every run. Use only --vary.")
     runs: list[Run] = []
     for trial in trials:
         with _naming(trial):
@@ -107,7 +108,7 @@ def _naming(trial: Trial) -> Iterator[None]:
 
 
 def require_different(runs: Sequence[Run]) -> None:
-    """Refuses values that are written differently but are equal, as 0.1 and 0.10."""
+    """Refuses equal values that are written differently, such as 0.1 and 0.10."""
     known: dict[frozenset[tuple[str, Any]], str] = {}
     for config in [run.config for run in runs]:
         settings = {**flatten(config), "train.output": ""}
@@ -139,7 +140,7 @@ def _train(trial: Trial, run: Run, progress: Progress) -> None:
 
 
 def _describe(parent: TrackedRun, result: Sweep, runs: Sequence[Run]) -> None:
-    """Records what is varied, and the caches that the runs are trained on."""
+    """Records the varied settings, and the caches of the runs."""
     varied: dict[str, dict[str, None]] = {}  # values in their order, each once
     for trial in result.trials:
         for text in trial.settings:
@@ -168,7 +169,7 @@ def _publish(result: Sweep, parent: TrackedRun) -> None:
 
 
 def _compare(result: Sweep, parent: TrackedRun) -> None:
-    """Publishes which of the runs is ahead."""
+    """Publishes the ranking of the runs."""
     trained = {trial.name: trial for trial in result.ended if not trial.failure}
     with log_failure("No comparison of the runs"):
         best, result.ranking = ranking({name: RunFolder(result.folder / name) for name in trained})
@@ -179,7 +180,7 @@ def _compare(result: Sweep, parent: TrackedRun) -> None:
 
 
 def varied_by(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Parses `--vary method.beta=0.05,0.1`; refuses what is given twice or set by the sweep."""
+    """Parses `--vary method.beta=0.05,0.1`; refuses settings given twice or set by the sweep."""
     varied: dict[str, list[str]] = {}
     for text in texts:
         name, equals, values = text.partition("=")
@@ -190,21 +191,21 @@ def varied_by(texts: Sequence[str]) -> dict[str, list[str]]:
             raise UsageError(f"{name} is varied twice. Give all of its values at once.")
         if not (name and equals and all(values.split(","))):
             raise UsageError(
-                f"--vary {text}: expected SETTING=V1,V2, for example method.beta=0.05,0.1."
+                f"--vary {text}: write SETTING=V1,V2, for example method.beta=0.05,0.1."
             )
         varied[name] = values.split(",")
     return varied
 
 
 def trials_of(methods: Sequence[str], varied: Mapping[str, Sequence[str]]) -> list[Trial]:
-    """Every combination; an option that a method does not have is left out for it."""
+    """Every combination; each method gets only its own options."""
     objectives = {method: objective_of(method, {}) for method in methods}
     for key in varied:
         section, _, option = key.partition(".")
         has_it = (option in objective.option_names for objective in objectives.values())
         if section == "method" and not any(has_it):
             raise UsageError(f"{key}: none of {', '.join(methods)} has it. See `align methods`.")
-    trials: dict[str, Trial] = {}  # by names without their case, which some file systems ignore
+    trials: dict[str, Trial] = {}  # by lower-case names: some file systems ignore case
     for method, objective in objectives.items():
         own = {
             key: values

@@ -1,4 +1,4 @@
-"""The runs of a sweep and their results: a table in the terminal, and a page."""
+"""The results of a sweep's runs, as a table in the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ CHARTS = {
 }
 MOST_DRAWN = 8  # the page has as many colors
 NOT_COMPARABLE = (
-    "Losses and margins of different methods and betas do not compare; accuracies do, as far as "
-    "methods compare the same: whole completions or their means per token, with a reference or "
-    "without. `align methods` shows which."
+    "Losses and margins of different methods and betas are not comparable. Accuracies are, if the "
+    "methods compare the same values: sums or means per token, with a reference or without. See "
+    "`align methods`."
 )
 TRAINING_ROWS = (
-    "training: of the first and the last logged step, each over other rows than the other. "
-    "--set train.eval_fraction=0.05 holds rows out to measure on."
+    "training: of the first and the last logged step, which have different rows. "
+    "--set train.eval_fraction=0.05 holds rows out for evaluation."
 )
 
 
@@ -45,13 +45,13 @@ TRAINING_ROWS = (
 class Trial:
     """One run of a sweep, and its result once it has ended."""
 
-    name: str  # of its folder as well
-    settings: tuple[str, ...]  # NAME=VALUE that differ from the other runs', as --set takes them
-    ending: str = ""  # that of the run, or `failed`; empty until then
+    name: str  # also of its folder
+    settings: tuple[str, ...]  # NAME=VALUE for --set that differ from other runs'
+    ending: str = ""  # the run's status, or `failed`; empty before its end
     failure: str = ""
     steps: int = 0
     measured: Measured = field(default_factory=Measured)
-    seconds: float = 0.0  # of its training; 0 if it failed or was done before
+    seconds: float = 0.0  # of its training; 0 if it failed or had ended before
 
     def row(self) -> list[str]:
         """Its line of the table."""
@@ -72,8 +72,8 @@ class Sweep:
 
     folder: Path
     trials: Sequence[Trial]
-    facts: Mapping[str, str]  # that tell it from other sweeps
-    ranking: Sequence[str] = ()  # sentences, once all have ended
+    facts: Mapping[str, str]  # distinguish it from other sweeps
+    ranking: Sequence[str] = ()  # sentences, once all runs have ended
 
     @property
     def ended(self) -> list[Trial]:
@@ -106,7 +106,7 @@ class Sweep:
 
 
 def page_of(sweep: Sweep) -> str:
-    """The runs side by side: the most accurate first, on held-out rows if there are any."""
+    """The runs in one table, the most accurate first, on held-out rows if there are any."""
 
     def rank(trial: Trial) -> tuple[int, float]:
         found = trial.measured
@@ -117,11 +117,11 @@ def page_of(sweep: Sweep) -> str:
     ordered = sorted(sweep.ended, key=rank)
     folders = {trial.name: RunFolder(sweep.folder / trial.name) for trial in ordered}
     begun = [name for name, folder in folders.items() if folder.metrics.exists()]
-    notes = ["The most accurate run stands first.", *sweep.notes()]
+    notes = ["The most accurate run comes first.", *sweep.notes()]
     if len(begun) > MOST_DRAWN:
         notes.insert(1, f"Curves are those of the first {MOST_DRAWN} runs of the table.")
 
-    # Each metric on held-out rows, or on training rows where no run has any held out.
+    # Each metric on held-out rows, or on training rows if no run holds rows out.
     histories = {name: read_history(folders[name].metrics) for name in begun[:MOST_DRAWN]}
     held_out = {name: curves(history.held_out) for name, history in histories.items()}
     learned = {name: curves(history.learned) for name, history in histories.items()}
@@ -150,6 +150,6 @@ def page_of(sweep: Sweep) -> str:
         lead=notes,
         facts={
             **{name: value for name, value in sweep.facts.items() if value},
-            "runs": f"{len(sweep.ended):,} of {len(sweep.trials):,} over",
+            "runs": f"{len(sweep.ended):,} of {len(sweep.trials):,} ended",
         },
     )

@@ -32,13 +32,13 @@ OUTBOX_NAME = re.compile(r"[0-9]{13}-[0-9a-f]{8}")  # sorts by time
 
 KEY_TAG = "align.run_key"  # finds a run whose id the store never returned
 PARENT_TAG = "align.parent"  # the key of the run that a run belongs to
-REPLACES_TAG = "align.goes_on_from"  # the key of the run that was given up for this one
+REPLACES_TAG = "align.replaces"  # the key of the run that this one replaces
 NUMBERS_TAG = "align.numbers_of"  # a digest of the settings that the numbers of a run depend on
 GROUP_TAG = "align.sweep"  # the sweep's folder
 ROUNDS_TAG = "align.rounds"  # likewise the folder of rounds
 TRIAL_TAG = "align.trial"  # the name of a training in its sweep
 ROUND_TAG = "align.round"  # the number of a round
-SIGNS_TAG = "align.stands_out"  # the warnings about a training, or "nothing"
+WARNINGS_TAG = "align.warnings"  # the warnings about a training, or "nothing"
 
 
 @dataclass(frozen=True)

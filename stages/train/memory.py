@@ -1,4 +1,4 @@
-"""Memory of a training: its peak, and smaller micro-batches where it ran out."""
+"""Memory of a training: its peak, and smaller micro-batches after it ran out."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ class MicroBatchTooLarge(Exception):  # noqa: N818 - a request to try again with
 def catching_out_of_memory(micro: MicroBatch) -> Iterator[None]:
     """Raises MicroBatchTooLarge instead of torch's out-of-memory error."""
     try:
-        with (
-            explaining_compile_errors()
-        ):  # a graph for learning may be compiled in its backward pass
+        with explaining_compile_errors():  # a backward pass may compile its graph
             yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
@@ -40,16 +38,16 @@ def catching_out_of_memory(micro: MicroBatch) -> Iterator[None]:
 
 @dataclass
 class MemoryBackoff:
-    """The token budget of micro-batches that fit, halved each time memory runs out."""
+    """The token budget of micro-batches, halved each time memory runs out."""
 
     pads: bool  # whether a micro-batch is padded to its longest row
     ranks: int = 1
-    advice: Callable[[], Iterable[str]] = tuple  # settings that take less and are not in use yet
+    advice: Callable[[], Iterable[str]] = tuple  # unused settings that take less memory
     budget: int = 0  # tokens; 0: as planned
-    times: int = 0  # that memory ran out since this process began
+    times: int = 0  # how often memory ran out in this process
 
     def shrink(self, micro: MicroBatch) -> None:
-        """Halves the tokens of the micro-batch that did not fit; a single row cannot be cut."""
+        """Halves the tokens of the micro-batch that did not fit; an error for a single row."""
         sizes = [tree.num_tokens for tree in micro.trees]
         if len(sizes) < 2:
             raise MemoryLimitError(self._too_long(micro))
@@ -57,33 +55,33 @@ class MemoryBackoff:
         self.budget, self.times = max(1, tokens // 2), self.times + 1
 
     def require_alone(self) -> None:
-        """Ends a run of several ranks: the others wait in a collective that this one has left."""
+        """Ends a run of several ranks, because the others wait in a collective call."""
         if self.ranks > 1:
             raise MemoryLimitError(
-                "Memory ran out on this rank while the others waited for it in the same step, "
-                "which it cannot repeat by itself. The step changed nothing. Start all ranks again "
-                f"with --resume auto --tokens-per-batch {self.budget}: the result stays the same. "
+                "Memory ran out on this rank, which cannot repeat the step without the others. The "
+                "step changed nothing. Start all ranks again with --resume auto "
+                f"--tokens-per-batch {self.budget}: the result stays the same. "
                 f"{self._less()}"
             )
 
     def no_update(self) -> str:
-        """The message for out of memory in an update."""
+        """The message for running out of memory in an update."""
         return (
-            "Memory ran out while the weights were updated: smaller micro-batches do not help. "
-            f"The update may be half made, so the run ends here. {self._less()} Then start again "
-            "with --resume auto."
+            "Memory ran out during the update of the weights, which may be incomplete, so the run "
+            f"ends. Smaller micro-batches do not help. {self._less()} Then start again with "
+            "--resume auto."
         )
 
     def _too_long(self, micro: MicroBatch) -> str:
         if not micro.trees:
-            what = "not even an empty micro-batch fits into memory"
+            what = "not even an empty micro-batch fits"
         else:
             tokens = micro.trees[0].num_tokens
-            what = f"row {micro.row_ids[0]} alone, {tokens:,} tokens, does not fit into memory"
+            what = f"row {micro.row_ids[0]} alone, {tokens:,} tokens, does not fit"
         return f"Memory ran out: {what}. {self._less()} Then start again with --resume auto."
 
     def _less(self) -> str:
-        return f"What takes less: {'; '.join(self.advice())}."
+        return f"To use less: {'; '.join(self.advice())}."
 
 
 STATUS = Path("/proc/self/status")
@@ -98,12 +96,12 @@ def forget_peak() -> None:
 
 
 def peak_mib() -> float:
-    """Peak memory: of tensors on a GPU, of the process on a CPU."""
+    """Peak memory in MiB: of tensors on a GPU, of the process on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     with suppress(OSError):
         for line in STATUS.read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) / 1024
-    # Only a fallback: a forked process begins with its parent's peak.
+    # Only a fallback, because a forked process starts with its parent's peak.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

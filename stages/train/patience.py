@@ -1,4 +1,4 @@
-"""The best evaluation by `train.best`: a training is over once none has improved on it."""
+"""The best evaluation by train.best, and the end of a training without improvement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..tracking.metrics_log import EVAL
 def with_evaluation(
     best: Best | None, metrics: Mapping[str, float], *, step: int, options: TrainOptions
 ) -> Best:
-    """The best evaluation so far, this one included; of another metric it begins anew."""
+    """The best evaluation so far, with this one; another metric starts again."""
     target = wanted(options.best)
     value = metrics.get(target.metric, math.nan)
     if best is None or best.metric != options.best:
@@ -31,7 +31,7 @@ def with_evaluation(
 
 
 def why_over(best: Best | None, options: TrainOptions) -> str:
-    """The reason to end before the last step, as a clause; empty to go on."""
+    """The reason to end before the last step, as a clause; empty to continue."""
     if not options.patience or best is None or best.metric != options.best:
         return ""
     if best.since < options.patience:
@@ -40,16 +40,16 @@ def why_over(best: Best | None, options: TrainOptions) -> str:
     if best.value is None:
         return f"{name} was not finite in {times} evaluations in a row (train.patience)"
     return (
-        f"in {times} evaluations in a row {name} was not better than {best.value:.6g}, of step "
-        f"{best.step:,} (train.patience)"
+        f"{name} was not better than {best.value:.6g}, of step {best.step:,}, in {times} "
+        "evaluations in a row (train.patience)"
     )
 
 
 def why_unmeasured(options: TrainOptions, names: Iterable[str]) -> str | None:
-    """The warning where none of these metrics is that of `train.best`, or an empty text.
+    """The warning if none of these metrics is the one of train.best; else an empty text.
 
-    None if they are of the other kind, held-out rows or steps; UsageError if the end of the run
-    would follow from the metric.
+    None if they are of the other kind, held-out rows or steps. UsageError if the missing metric
+    would decide the end of the run.
     """
     metric = wanted(options.best).metric
     kind = sorted(name for name in names if name.startswith(EVAL) == metric.startswith(EVAL))
@@ -58,8 +58,8 @@ def why_unmeasured(options: TrainOptions, names: Iterable[str]) -> str | None:
     if metric in kind:
         return ""
     hint = did_you_mean(closest(metric, kind)) or f" Known: {', '.join(kind)}."
-    lacks = f"train.best: nothing called {metric} was measured.{hint}"
-    # A metric of training rows may be missing in a step by chance: the end of the run tells.
+    lacks = f"train.best: no metric {metric} was measured.{hint}"
+    # A metric of training rows may be missing in a step by chance, so this is only a warning.
     if (options.patience or options.write_best) and metric.startswith(EVAL):
         raise UsageError(lacks)
-    return f"{lacks} Where it is missing, no checkpoint is kept as the best."
+    return f"{lacks} Without it, no checkpoint is kept as the best."

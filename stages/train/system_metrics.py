@@ -11,7 +11,7 @@ MEGA = 1e6
 
 
 def system_metrics(folder: Path) -> dict[str, float]:
-    """The load of this machine and of this rank's GPU; empty if the system does not provide it.
+    """The load of this machine and of this rank's GPU; empty if the system does not report it.
 
     CPU utilization is measured since the last call.
     """

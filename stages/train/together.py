@@ -1,4 +1,4 @@
-"""Batches that all ranks take together: reasons to stop or save before one, and its speed."""
+"""Batches that all ranks take together, with common reasons to stop or save, and speeds."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ Ending = Literal["finished", "signal", "time"]
 
 
 class StopConditions:
-    """Reasons of this rank to stop or to save, checked before each batch."""
+    """This rank's reasons to stop or to save, checked before each batch."""
 
     def __init__(
         self,
         signalled: Callable[[], bool] = lambda: False,
         deadline: float = math.inf,  # on the monotonic clock
-        save_seconds: float = 0.0,  # after which a checkpoint is too old; 0: never
+        save_seconds: float = 0.0,  # the age at which a checkpoint is renewed; 0: never
     ) -> None:
         self.signalled = signalled
         self.deadline = deadline
         self.save_seconds = save_seconds or math.inf
         self.saved_at = time.monotonic()
-        self.failed_on_all = False  # reading rows has failed, which ends every rank alike
+        self.failed_on_all = False  # reading rows failed, which ends every rank
 
     def now(self) -> tuple[bool, bool, bool]:
-        """Whether it was asked to stop, is out of time, and has to save."""
+        """Whether this rank was asked to stop, is out of time, and must save."""
         moment = time.monotonic()
         is_old = moment - self.saved_at >= self.save_seconds
         return self.signalled(), moment >= self.deadline, is_old
@@ -48,7 +48,7 @@ class StopConditions:
 
 
 class Together:
-    """An iterator of batches that ends on all ranks alike: with the rows, or as one has to stop."""
+    """An iterator of batches that ends on all ranks together: after the last, or at a stop."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class Together:
         stop: StopConditions,
     ) -> None:
         self._engine, self._batches, self._meter, self._stop = engine, batches, meter, stop
-        self.ending: Ending | None = None  # why it ended before the rows did
-        self.is_save_due = False  # before the batch that was taken last
+        self.ending: Ending | None = None  # the reason of an early end
+        self.is_save_due = False  # before the last batch
 
     def __iter__(self) -> Iterator[StepBatch]:
         return self
@@ -80,7 +80,7 @@ class Together:
         ).tolist()
         if failed:
             self._stop.failed_on_all = True
-            raise failure or CorruptionError("Another rank could not read its rows; it says which.")
+            raise failure or CorruptionError("Another rank could not read rows: see its message.")
         if batch is None:
             raise StopIteration
         self._meter.runs(tokens=int(tokens), padded=int(padded))
@@ -95,7 +95,7 @@ class Together:
 
 
 def tokens_run(batch: StepBatch, pads: bool) -> tuple[int, int]:
-    """Tokens that this rank runs in a step, without and with padding."""
+    """The tokens of a step on this rank, without and with padding."""
     micros: tuple[MicroBatch, ...] = batch.own + batch.mismatched
     sizes = [[tree.num_tokens for tree in micro.trees] for micro in micros if micro.trees]
     tokens = sum(map(sum, sizes))
@@ -104,7 +104,7 @@ def tokens_run(batch: StepBatch, pads: bool) -> tuple[int, int]:
 
 
 class Meter:
-    """The times of steps; the time between two laps belongs to the later one."""
+    """Measures the times of steps; the time between two laps belongs to the later step."""
 
     def __init__(self, *, pads: bool) -> None:
         self.pads = pads  # whether a micro-batch is padded to its longest row
@@ -130,7 +130,7 @@ class Meter:
         self._tokens, self._padded = tokens, padded
 
     def lap(self, *, rows: int) -> Means:
-        """The means of the step that has ended: tokens, speeds, waiting and padding."""
+        """The means of the last step: tokens, speeds, waiting and padding."""
         seconds = max(time.monotonic() - self._started, 1e-9)
         speeds: Means = {
             "tokens": Mean(float(self._tokens), 1.0),

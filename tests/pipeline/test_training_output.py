@@ -382,11 +382,11 @@ def test_the_warnings_are_a_tag_of_a_trackers_run(plain, tmp_path):
     tags = run_of(store_of(plain), id_in(plain)).data.tags
     found = write_report(shutil.copytree(plain, tmp_path / "run"))
     seen = [f"{name}: {warning}" for name, warning in found.items()]
-    assert tags["align.stands_out"] == ("; ".join(seen) or "nothing")
+    assert tags["align.warnings"] == ("; ".join(seen) or "nothing")
     run = begin(run_folder(tmp_path), "", trackers=["tensorboard"], sends=False)
     told = []
     for warnings in ({"KL at 0": "It is 0.", "length": "Long ones win."}, {}):
         record_warnings(run, warnings)
-        told.append(RunRecord.find(run_folder(tmp_path)).facts.tags["align.stands_out"])
+        told.append(RunRecord.find(run_folder(tmp_path)).facts.tags["align.warnings"])
     run.finish("FINISHED")
     assert told == ["KL at 0: It is 0.; length: Long ones win.", "nothing"]
