@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...schemas.config import Config
@@ -16,26 +16,20 @@ from ..tables.samplers import sampler_of
 from .rounds_checks import digest_of_model
 
 
+@dataclass(frozen=True)
 class ServedPolicy(Sampler):
     """A policy that is known by its digest, wherever it is; its server ends with the stack."""
 
+    config: Config
+    server: ServerOptions  # for its concurrency and timeouts
+    log: Path
+    stack: ExitStack
+    progress: Progress
     device = SERVER
-
-    def __init__(
-        self,
-        config: Config,
-        server: ServerOptions,
-        log: Path,
-        stack: ExitStack,
-        progress: Progress,
-    ) -> None:
-        self.config, self.server, self.log = config, server, log
-        self.stack, self.progress = stack, progress
-        self.digest = digest_of_model(config.model)
 
     def identity(self) -> Mapping[str, str]:
         """The digest of the policy."""
-        return {"served_model": self.digest}
+        return {"served_model": digest_of_model(self.config.model)}
 
     def open(self, sampling: Sampling) -> OpenSampler:
         """Starts the server."""
@@ -48,7 +42,7 @@ class ServedPolicy(Sampler):
             self.server,
             url=url,
             model=str(Path(model.path).resolve()),
-            revision=self.digest,
+            revision=digest_of_model(model),
             key_variable="",  # the key is the judge's
             max_tokens=0,
         )

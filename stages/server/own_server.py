@@ -94,8 +94,7 @@ def own_server(serve: str, model: str, *, log: Path, timeout: float) -> Iterator
 def _held_port() -> Iterator[int]:
     """A free port that the system gives to no other program during the block.
 
-    It is bound here and nobody listens: a server may listen that asks to reuse addresses, as they
-    all do.
+    It is bound here and nobody listens, which a server may that asks to reuse addresses: they do.
     """
     with socket.socket() as held:
         for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):

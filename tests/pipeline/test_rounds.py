@@ -6,7 +6,7 @@ import polars as pl
 import pytest
 
 from support.command import refusal
-from support.rounds_play import counted, lines_of, play, prompts_in, write_settings
+from support.rounds_play import counted, damage, lines_of, play, prompts_in, write_settings
 from support.trainings import KILLED
 
 
@@ -157,14 +157,10 @@ def test_a_changed_number_in_what_rounds_keep_is_damage(played, name):
 
 
 def test_a_damaged_table_of_samples_is_made_again(played):
-    last = played.folder / "rounds.jsonl"
-    samples = played.folder / "round-003" / "samples" / "samples.parquet"
-    content, whole = last.read_text(), samples.read_bytes()
-    last.write_text("".join(content.splitlines(keepends=True)[:-1]))
-    samples.write_bytes(whole[:60] + bytes([whole[60] ^ 255]) + whole[61:])
+    before = damage(played.folder)
     with counted() as paid:
         assert play(played.path, "--count", 3).code == 0
-    assert (samples.read_bytes(), last.read_text()) == (whole, content)
+    assert [(path, path.read_bytes()) for path, _ in before] == before
     assert not paid.sampled
 
 

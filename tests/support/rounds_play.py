@@ -84,6 +84,16 @@ def lines_of(folder):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def damage(folder):
+    """Takes away the line of the last round, and damages its samples; (file, bytes before) each."""
+    last = lines_of(folder)[-1]["round"]
+    samples = folder / f"round-{last:03d}" / "samples" / "samples.parquet"
+    before = [(path, path.read_bytes()) for path in (folder / "rounds.jsonl", samples)]
+    before[0][0].write_bytes(b"".join(before[0][1].splitlines(keepends=True)[:-1]))
+    samples.write_bytes(before[1][1][:60] + bytes([before[1][1][60] ^ 255]) + before[1][1][61:])
+    return before
+
+
 def prompts_in(path):
     """The prompts of a table."""
     return set(pl.read_parquet(path)["prompt"])
