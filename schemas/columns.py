@@ -163,7 +163,7 @@ def flattened(lists: pa.Array) -> pa.Array:
 
 
 def list_offsets(lists: pa.Array) -> NDArray[np.int64]:
-    """Where each list begins among the values of `flattened`, and the end."""
+    """The start of each list among the values of `flattened`, and the end."""
     return offsets_of(np.diff(numpy_of(lists.offsets)))
 
 

@@ -1,1 +1,1 @@
-"""How one thing is done: verbs (prepare, score) and the nouns they use."""
+"""The stages of the work, each independent of the order of a command."""

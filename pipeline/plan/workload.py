@@ -171,7 +171,7 @@ class PlannedRows:
     held_out: int
     policy: ModelOptions
     own_tokens: int  # of prompts and completions
-    mismatched_tokens: int  # of mismatched completions
+    mismatched_tokens: int  # of KL completions
     is_given: bool = False  # by their number, because they do not exist yet
 
 

@@ -51,12 +51,12 @@ class Elements:
 
 
 def elements_of(model: nn.Module, numel: Callable[[Tensor], int] = Tensor.numel) -> Elements:
-    """Counts each parameter once, those in 4 bits by what they stand for."""
+    """Counts each parameter once; 4-bit weights count by their original elements."""
     trained = [numel(one) for one in model.parameters() if one.requires_grad]
     frozen = sum(numel(one) for one in model.parameters() if not one.requires_grad)
     packed = packed_bytes = 0
     for one in model.parameters():
-        if (state := getattr(one, "quant_state", None)) is not None:  # two elements in a byte
+        if (state := getattr(one, "quant_state", None)) is not None:  # two elements per byte
             packed, packed_bytes = packed + math.prod(state.shape), packed_bytes + one.nbytes
             frozen += math.prod(state.shape) - one.numel()
     return Elements(sum(trained), frozen, max(trained, default=0), packed, packed_bytes)
@@ -70,7 +70,7 @@ class EngineMemory:
     optimizer: int  # master weights and states
     gradients: int  # between two micro-batches
     first: int  # gradients before the first micro-batch of a step
-    arriving: int  # more, from the first gradient of any micro-batch on
+    arriving: int  # added by the first gradient of any micro-batch
     arriving_first: int  # the same in the first micro-batch of a step
     update: int  # in an update, beside weights, optimizer and buffers
     buffers: int
@@ -87,7 +87,7 @@ def engine_memory(
     itemsize: int,
     device: str,
 ) -> EngineMemory:
-    """The memory under a DeepSpeed configuration, of weights of `itemsize` bytes."""
+    """The memory with a DeepSpeed configuration, for weights of `itemsize` bytes."""
     zero = config.get("zero_optimization", {})
     stage, is_half = int(zero.get("stage", 0)), itemsize < FLOAT
     is_on_host = offloads_optimizer(config)

@@ -1,9 +1,9 @@
-"""Makes the C library give the memory of freed tensors back to the system.
+"""Makes the C library return the memory of freed tensors to the system.
 
-glibc keeps what is freed in one heap. A tensor's small neighbours there outlive it, so the hole
-that it leaves is soon too small for the next tensor of its size, and the heap grows by a GiB that
-nobody uses. A block that is mapped by itself leaves no hole, but its pages are new each time; those
-of the holes can be given back as well, now and then.
+glibc keeps freed memory in one heap. Small neighbours of a tensor outlive it, so its hole is soon
+too small for the next tensor of its size, and the heap grows by an unused GiB. A block with a
+mapping of its own leaves no hole, but needs new pages each time. The pages of holes are returned to
+the system now and then.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 _C: Any = ctypes.CDLL(None) if os.name == "posix" else None
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-# Blocks mapped by themselves. With fewer the heap has holes; with more, new pages cost time.
+# Blocks of this size get their own mapping. A larger size leaves holes, a smaller one costs time.
 LARGE, LARGE_WHILE_SHARDING = 8 << 20, 1 << 20
-# What the end of the heap may have free. glibc follows its own threshold no more once one is set.
+# The free memory kept at the end of the heap; setting any threshold disables glibc's own.
 SPARE = 64 << 20
-HOLES = 256 << 20  # free in the heap; to give fewer back costs a small model 4 % of its time
+HOLES = 256 << 20  # of free bytes are returned; a smaller limit costs a small model 4 % of its time
 
 
 def give_large_blocks_back(large: int = LARGE) -> None:
-    """Maps blocks of this size and more by themselves from here on; only glibc can."""
+    """Gives blocks of at least this size their own mapping from now on; only with glibc."""
     set_option = getattr(_C, "mallopt", None)
     if set_option is not None:
         set_option(M_MMAP_THRESHOLD, large)
@@ -32,7 +32,7 @@ def give_large_blocks_back(large: int = LARGE) -> None:
 
 
 class _Heap(ctypes.Structure):
-    """What mallinfo2 says of glibc's heap, in bytes."""
+    """The result of mallinfo2 for glibc's heap, in bytes."""
 
     _fields_ = [
         ("others", ctypes.c_size_t * 8),
@@ -42,7 +42,7 @@ class _Heap(ctypes.Structure):
 
 
 def give_holes_back() -> None:
-    """Gives back the pages of holes in the heap, where there are many; only glibc can."""
+    """Returns the pages of holes in the heap to the system, if there are many; only with glibc."""
     heap_now = getattr(_C, "mallinfo2", None)
     if heap_now is not None:
         heap_now.restype = _Heap
@@ -52,7 +52,7 @@ def give_holes_back() -> None:
 
 @contextmanager
 def giving_more_blocks_back() -> Iterator[None]:
-    """Inside, also blocks of the size of most weights: while whole ones are cut into shards."""
+    """Returns blocks of the size of most weights too, while weights are sharded in the block."""
     give_large_blocks_back(LARGE_WHILE_SHARDING)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Rank and world size of this process, from the environment that its launcher set."""
+"""Rank and world size of this process, from its launcher's environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def launcher_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that torchrun would set, from the variables of any launcher."""
+    """The variables of torchrun, from the variables of any launcher."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         found = {name: environment[name] for name in NAMES if name in environment}
         return {"LOCAL_RANK": "0"} | found if found["WORLD_SIZE"] == "1" else found
@@ -24,22 +24,22 @@ def world_of(environment: Mapping[str, str]) -> World:
     names = NAMES if environment["WORLD_SIZE"] != "1" else NAMES[:3]
     if missing := [name for name in names if name not in environment]:
         raise UsageError(
-            f"{' and '.join(missing)} not set, though RANK and WORLD_SIZE are. Start the ranks "
+            f"{' and '.join(missing)} not set, although RANK and WORLD_SIZE are. Start the ranks "
             "with torchrun, deepspeed or srun, or unset RANK and WORLD_SIZE to run alone."
         )
     values = [environment[name] for name in NAMES[:3]]
     if not all(value.isdigit() for value in values) or int(values[0]) >= int(values[1]):
         shown = ", ".join(f"{name}={environment[name]}" for name in NAMES[:3])
-        raise UsageError(f"{shown}: these are not a rank below WORLD_SIZE. Start with a launcher.")
+        raise UsageError(f"{shown}: the rank is not below WORLD_SIZE. Start with a launcher.")
     if values[1] != "1" and environment["MASTER_PORT"] == "0":
-        # torchrun passes it on, and ranks would wait there until they time out.
-        raise UsageError("MASTER_PORT is 0, where no rank can meet. Use torchrun --standalone.")
+        # torchrun passes it on, and ranks would wait for each other until they time out.
+        raise UsageError("MASTER_PORT is 0, so ranks cannot connect. Use torchrun --standalone.")
     rank, size, local_rank = map(int, values)
     return World(rank=rank, size=size, local_rank=local_rank)
 
 
 def world_apart(environment: Mapping[str, str]) -> World:
-    """Rank and world size of a process that never connects to its peers."""
+    """Rank and world size of a process that does not communicate with its peers."""
     nowhere = {"MASTER_ADDR": "", "MASTER_PORT": ""}
     return world_of({"LOCAL_RANK": "0"} | launcher_environment(environment) | nowhere)
 
@@ -54,7 +54,7 @@ FIRST_PORT, PORTS = 20_000, 20_000
 
 
 def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a task of srun; empty unless it started several."""
+    """The variables of an srun task; empty unless srun started several."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))
     # A batch script that calls align without srun has a job and a task count, but no step.
     if tasks == "1" or "SLURM_STEP_ID" not in environment:

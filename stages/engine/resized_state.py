@@ -1,8 +1,8 @@
-"""Optimizer state, cut for another number of ranks in the ZeRO stage that saved it.
+"""Optimizer state, resharded for another number of ranks in the same ZeRO stage.
 
-ZeRO 1 and 2 lay the parameters of a group end to end and cut the whole into equal parts; ZeRO 3
-cuts each parameter. Each rank maps the files of all ranks that saved, and copies its new part out
-of them: nothing is converted on disk, and no rank has more than its own part in memory.
+ZeRO 1 and 2 join the parameters of a group end to end and divide them into equal shards; ZeRO 3
+divides each parameter. Each rank memory-maps the files of all saved ranks and copies its new shard
+out of them: nothing is converted on disk, and no rank has more than its own shard in memory.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch import Tensor
 from ...schemas.errors import UsageError
 from .deepspeed_compat import shapes_of_groups
 
-# By ZeRO stage, the keys of the state of torch's optimizer and of the master weights.
+# The keys of torch's optimizer state and of the master weights, by ZeRO stage.
 TOGETHER = ("base_optimizer_state", "single_partition_of_fp32_groups")
 KEYS = {1: TOGETHER, 2: TOGETHER, 3: ("optimizer_state_dict", "fp32_flat_groups")}
-# DeepSpeed makes a part a multiple of this many values.
+# DeepSpeed pads a shard to a multiple of so many values.
 ALIGNMENT = {1: 2, 2: 2, 3: 1}
-SHARED = ("loss_scaler", "dynamic_loss_scale", "overflow")  # every rank has the same
+SHARED = ("loss_scaler", "dynamic_loss_scale", "overflow")  # equal on every rank
 
-# What is cut into equal parts, by flat tensor: names and numbers of values.
+# The parameters of each flat tensor: names and numbers of values.
 Layout = Sequence[Mapping[str, int]]
 
 
 def resized(
     engine: Any, model: Mapping[str, Any], saved: Sequence[Any], *, rank: int, ranks: int
 ) -> dict[str, Any]:
-    """The optimizer's state for this rank, as the engine's optimizer would have saved it.
+    """The optimizer's state for this rank, in the form that the engine's optimizer saves.
 
-    `saved` has the state of each rank that saved, and `model` what rank 0 saved of the model.
+    `saved` has the state of each saved rank, and `model` is rank 0's state of the model.
     """
     stage, live = int(engine.zero_optimization_stage()), engine.optimizer.state_dict()
     base, master = KEYS[stage]
@@ -46,8 +46,8 @@ def resized(
             "train.optimizer=adamw8bit" if is_packed else "zero_optimization.round_robin_gradients"
         )
         raise UsageError(
-            f"{cause} lays out the optimizer's state as the number of ranks asks for. Resume on "
-            f"{len(saved)} ranks, which saved it."
+            f"{cause} makes the layout of the optimizer's state depend on the number of ranks. "
+            f"Resume on {len(saved)} ranks, as when it was saved."
         )
     cut = partial(
         cut_for,
@@ -79,11 +79,11 @@ def resized(
 def layout_of(
     stage: int, shapes: Sequence[Mapping[str, torch.Size]], state: Mapping[str, Any]
 ) -> Layout:
-    """The layout of parameters of these shapes, a dict for each flat tensor."""
+    """The layout of parameters with these shapes, a dict per flat tensor."""
     sizes = [{name: shape.numel() for name, shape in group.items()} for group in shapes]
     if stage == 3:
         return sizes
-    # What DeepSpeed's `parameter_alignment` leaves free behind each parameter.
+    # The padding of DeepSpeed's `parameter_alignment` after each parameter.
     paddings = state.get("param_alignment_paddings") or [[0] for _ in sizes]
     return [
         {f"group {index}": sum(group.values()) + sum(padding)}
@@ -100,16 +100,16 @@ def cut_for(
     rank: int,
     ranks: int,
 ) -> list[Tensor]:
-    """This rank's flat tensors, from those of each rank that saved; zero in padding.
+    """This rank's flat tensors, from those of all saved ranks; padding is zero.
 
-    ZeRO 3 may divide the same parameters among more flat tensors or fewer.
+    ZeRO 3 may divide the same parameters among another number of flat tensors.
     """
     stored: dict[str, list[Tensor]] = {}
     for index, layout in enumerate(then):
         start = 0
         for name, size in layout.items():
             length = part_length(size, len(flats), alignment)
-            # The last part may be stored without its padding.
+            # The last shard may be stored without its padding.
             stored[name] = [one[index].view(-1)[start : start + length] for one in flats]
             start += length
     cut = []
@@ -136,5 +136,5 @@ def cut_for(
 
 
 def part_length(size: int, ranks: int, alignment: int) -> int:
-    """The length of one of the equal parts of so many values, with the padding of the last."""
+    """The length of each of the equal shards of so many values, with padding."""
     return -(-size // (alignment * ranks)) * alignment

@@ -1,8 +1,8 @@
 """Batches of trees, padded with a mask or packed, and the attention over packed ones.
 
-A padded batch has a row `[prompt | branch 1 | branch 2 | ...]` per tree. A packed one has all trees
-end to end, and one product per prompt and per branch: a dense mask would spend most of its work on
-pairs of tokens that may not see each other.
+A padded batch has a row `[prompt | branch 1 | branch 2 | ...]` per tree. A packed batch has all
+trees end to end, and one attention product per prompt and per branch, because a dense mask would
+spend most of its work on masked pairs of tokens.
 """
 
 from __future__ import annotations
@@ -27,28 +27,30 @@ PAD = -1
 
 @dataclass(frozen=True)
 class TreeBatch:
-    """Trees of one batch; T completion tokens in the order tree, branch, token.
+    """The trees of one batch, with T completion tokens in the order tree, branch, token.
 
-    Padded: a row per tree. Packed: one row with all trees end to end.
+    Padded: one row per tree. Packed: one row with all trees end to end.
     """
 
     token_ids: Tensor  # (rows, length) int64
     positions: Tensor  # (rows, length) int64, restarting at the end of the prompt
     segments: Tensor  # (rows, length) int64: 0 the prompt, 1.. the branches, -1 padding
-    predictors: Tensor  # (T,) int64, index of the state that predicts it in (rows * length)
+    predictors: Tensor  # (T,) int64, index in (rows * length) of the state that predicts a token
     targets: Tensor  # (T,) int64
-    edges: tuple[tuple[int, ...], ...]  # per tree, in (rows * length): start, fork, branch ends
+    edges: tuple[
+        tuple[int, ...], ...
+    ]  # per tree, in (rows * length): start, prompt end, branch ends
 
     @property
     def is_padded(self) -> bool:
-        """Whether any position is padding, known on the host without a device sync."""
+        """Whether any position is padding; known without a device sync."""
         return sum(last - start for start, *_, last in self.edges) < self.token_ids.numel()
 
 
 def tree_batch(
     trees: Sequence[Tree], device: torch.device, *, packed: bool = False, length: int = 0
 ) -> TreeBatch:
-    """A batch of the trees, each padded on the right to the longest unless packed.
+    """A batch of the trees, packed, or padded on the right to the longest tree.
 
     `length`: the least length of the row of packed trees.
     """
@@ -92,7 +94,7 @@ def _layout_of(tree: Tree) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def predictors_of(edges: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Positions of the states that predict the tokens of the branches between these edges."""
+    """Positions of the hidden states that predict the tokens of branches with these edges."""
     tokens = np.arange(edges[0], edges[-1])
     begins = np.repeat(edges[:-1], np.diff(edges))
     # The last token of the prompt predicts the first of each branch.
@@ -138,7 +140,7 @@ def visible_keys(batch: TreeBatch) -> Tensor:
     query, key = batch.segments[:, :, None], batch.segments[:, None, :]
     length = batch.segments.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    # A padding token sees itself, so no row of the softmax is empty.
+    # A padding token sees itself, so that no row of the softmax is empty.
     return ((query == key) | (key == 0)) & causal
 
 
@@ -164,7 +166,7 @@ def _within(batch: TreeBatch, window: int | None) -> Tensor:
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """The additive mask; every eager path takes it, and sdpa would convert a bool per layer."""
+    """The additive mask: eager attention needs it, and sdpa would convert a bool in every layer."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min).unsqueeze(1)
 
@@ -173,30 +175,30 @@ PIECES = "align_pieces"
 UNKNOWN = ("softcap", "s_aux", "position_bias")  # terms that sdpa lacks and some models need
 
 
-# The most elements of a piece's mask: a piece that would need more is computed by groups of rows.
+# The most elements of a segment's mask; larger segments are computed by groups of rows.
 MASK_ELEMENTS = 1 << 23
-MASK_ROWS = 1024  # more of them at once are no faster
+MASK_ROWS = 1024  # more rows at a time are not faster
 
 
 @dataclass(frozen=True)
 class MaskTemplate:
-    """A mask of which the masks of all pieces are views."""
+    """A mask whose views are the masks of all segments."""
 
-    mask: Tensor  # (rows, before + rows): what row i adds to the key `before + j`
+    mask: Tensor  # (rows, before + rows): added to row i's logit of key `before + j`
     before: int  # keys before the first row
-    is_whole: bool  # whether every piece fits into it; else pieces are cut into its rows
+    is_whole: bool  # whether every segment fits into it; else segments are cut into its rows
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The edges of the packed trees, and the templates of their masks."""
+    """The edges of packed trees, and the templates of their masks."""
 
     edges: tuple[tuple[int, ...], ...]  # per tree: start, end of prompt, end of each branch
     templates: Mapping[int | None, MaskTemplate]  # by window
 
 
 def pieces_of(batch: TreeBatch, config: Any, dtype: torch.dtype) -> Pieces:
-    """The pieces of a packed batch, for the attention of its model."""
+    """The edges and masks of a packed batch, for the attention of its model."""
     prompts = [edges[1] - edges[0] for edges in batch.edges]
     branches = [stop - start for edges in batch.edges for start, stop in pairwise(edges[1:])]
     longest, device = max(prompts), batch.token_ids.device
@@ -205,7 +207,7 @@ def pieces_of(batch: TreeBatch, config: Any, dtype: torch.dtype) -> Pieces:
         rows = max(branches) if window is None else max(prompts + branches)
         before, is_whole = longest, rows * (longest + rows) <= MASK_ELEMENTS
         if not is_whole:
-            before = longest + max(branches)  # before the last row of all there are fewer
+            before = longest + max(branches)  # at most so many keys precede any row
             before = before if window is None else min(before, window - 1)
             rows = max(1, min(rows, MASK_ROWS, MASK_ELEMENTS // (before + MASK_ROWS)))
         mask = _template(before, rows, window).to(device, dtype)
@@ -219,11 +221,11 @@ def require_known(
     options: Mapping[str, Any],
     unknown: Sequence[str],
 ) -> None:
-    """Refuses a layer whose window was not prepared, or that adds an unknown term."""
+    """Refuses a layer with an unknown window or an unknown attention term."""
     if by_window is None or options.get("sliding_window") not in by_window:
-        raise ValueError("attention over packed trees was not given their edges")
+        raise ValueError("attention over packed trees needs their edges")
     if attention_mask is not None or any(options.get(name) is not None for name in unknown):
-        raise ValueError("the model's attention adds something to its products")
+        raise ValueError("the model's attention adds a term to its logits")
 
 
 def attend_in_pieces(
@@ -241,14 +243,14 @@ def attend_in_pieces(
     if (groups := query.shape[1] // key.shape[1]) > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     template, outputs = pieces.templates[window], list[Tensor]()
-    # Split, never sliced: the gradient of every slice would be as long as the whole batch.
+    # Split instead of sliced: the gradient of each slice would be as long as the whole batch.
     sizes = [stop - start for edges in pieces.edges for start, stop in pairwise(edges)]
     parts = zip(*(torch.split(each, sizes, dim=2) for each in (query, key, value)), strict=True)
-    # The first piece of each tree is its prompt, on which its branches follow.
+    # The first segment of each tree is its prompt; its branches follow.
     are_prompts = [at == 0 for edges in pieces.edges for at in range(len(edges) - 1)]
     for (queries, keys, values), is_prompt in zip(parts, are_prompts, strict=True):
         if is_prompt:
-            # Views would keep the keys and values of the whole batch for the backward pass.
+            # Views would keep all keys and values of the batch for the backward pass.
             prompt_keys, prompt_values = seen = keys.clone(), values.clone()
         else:
             seen = torch.cat([prompt_keys, keys], 2), torch.cat([prompt_values, values], 2)
@@ -271,14 +273,14 @@ def attend_in_pieces(
 def _cuts(
     template: MaskTemplate, rows: int, keys: int, *, is_causal: bool
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """(rows, keys that they see, their mask) of a piece, whose own keys are the last ones."""
+    """(rows, visible keys, mask) of a segment, whose own keys are the last ones."""
     if is_causal:
         yield slice(0, rows), slice(0, keys), None
         return
     height, before = len(template.mask), template.before
     for start in range(0, rows, height):
         stop = min(start + height, rows)
-        # Distance is i - j for any lengths: every mask is a shifted view of the template.
+        # The distance is i - j for any lengths, so every mask is a shifted view of the template.
         first = keys - rows + start
         begin = 0 if template.is_whole else max(0, first - before)
         end = first + stop - start
@@ -292,7 +294,7 @@ def _part(tensor: Tensor, tokens: slice) -> Tensor:
 
 
 def _template(before: int, rows: int, window: int | None) -> Tensor:
-    """Additive mask of row i and the key `before + j`, which is i - j positions before it."""
+    """The additive mask for row i and key `before + j`, which is i - j positions before it."""
     offsets = torch.arange(-before, rows, dtype=torch.int32)
     distance = offsets[before:, None] - offsets[None, :]
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
