@@ -56,6 +56,8 @@ def _columns(
         }
         row |= {column: first[column] for column in OPTIONAL if first.get(column)}
         rows.append(f"{json.dumps(row, ensure_ascii=False)}\n")
+    if not rows:
+        return {"score": [None] * len(candidates)}
 
     # These samples have a folder among those of this model, and reuse the scores of the others.
     answers = TableFolder.at(config.judge.output, "judged").answers(config.judge.answers)

@@ -7,7 +7,7 @@ import importlib
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -78,6 +78,7 @@ def _imported(name: str) -> tuple[Callable[..., Any], dict[str, str]]:
             f"judge.function: expected MODULE:FUNCTION, found {name!r}. Name it by --function."
         )
     here = str(Path.cwd())
+    before = {*sys.modules}
     sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
@@ -92,20 +93,18 @@ def _imported(name: str) -> tuple[Callable[..., Any], dict[str, str]]:
     if not callable(function):
         raise UsageError(f"judge.function: {module_name} has no function {function_name!r}.")
     if module not in _sources:
-        _sources[module] = _source_of(module)
+        _sources[module] = _source_of(module, sys.modules.keys() - before)
     return function, {"source": _sources[module]}
 
 
-def _source_of(module: ModuleType) -> str:
-    """The digest of a module's file, and of the files beside it that are loaded."""
+def _source_of(module: ModuleType, loaded: Iterable[str]) -> str:
+    """The digest of a module's file, and of the files beside it that were loaded with it."""
     own = vars(module).get("__file__")
     if not own:  # a module of Python itself
         return ""
     files = {Path(own)}
     if Path(own).parent.name not in _LIBRARIES:
-        loaded = [one for one in [*sys.modules.values()] if isinstance(one, ModuleType)]
-        # Not by getattr, which would load a lazy module.
-        paths = {Path(file) for one in loaded if (file := vars(one).get("__file__"))}
+        paths = {Path(file) for one in loaded if (file := vars(sys.modules[one]).get("__file__"))}
         files |= {path for path in paths if path.parent == Path(own).parent}
     return digest({file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files})
 

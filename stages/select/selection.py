@@ -10,6 +10,7 @@ from ...schemas.round_options import SelectOptions
 from ...schemas.score_gaps import TOLERANCE, further_apart, without_rounding
 
 EXTRA = ("tools", "chat_template_kwargs")  # columns without which a prompt would be another
+LARGEST = 1e300  # of a score: gaps and means of such ones are finite
 MOST_PAIRS = 1 << 22  # in memory at once
 PROMPT = "prompt_at"  # the row of a prompt's first sample: names it, and orders the prompts
 ROUNDED = 1 + 1e-9  # 1.15 x 100 is less than 115 as binary numbers
@@ -30,7 +31,7 @@ def select_rows(
 
     # Samples that cannot be used are counted by the first reason that applies.
     unusable = {
-        "no_score": ~pl.col("score").is_finite().fill_null(value=False),
+        "no_score": ~(pl.col("score").abs() < LARGEST).fill_null(value=False),
         "no_text": pl.col("text").is_null(),
         "cut": pl.col("is_cut") & (not options.keep_cut),
     }

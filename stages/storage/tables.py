@@ -106,11 +106,26 @@ class TableFolder:
         """Makes the folder; refuses one with other content."""
         OutputFolder(self.root, self.kind).prepare()
         fs.drop_drafts(self.file)
+        if self.url:  # the mark of its command is on the machine that made it
+            from .remote import Remote  # noqa: PLC0415 - its library takes a while to import
+
+            for kind in COMMANDS:
+                if kind != self.kind and Remote(self.url).version(f"{kind}.parquet"):
+                    raise UsageError(
+                        f"{self} holds {kind}.parquet and is not a {self.kind} folder. Choose "
+                        "another --output."
+                    )
 
     def find(self) -> TableManifest | None:
-        """The manifest of the table, if there is one."""
+        """The manifest of the table, if there is one; refuses one of another kind."""
         path = self.stored()
-        return _manifest_in(path) if path else None
+        found = _manifest_in(path) if path else None
+        if found and found.kind != self.kind:
+            raise UsageError(
+                f"{self} holds {found.kind} as {self.file.name}. Name a folder that "
+                f"`{COMMANDS[self.kind]}` made."
+            )
+        return found
 
     def publish(
         self,

@@ -120,3 +120,9 @@ def test_grown_samples_have_only_new_ones_scored(reward_model, tmp_path):
     counts, rows = judged(tmp_path / "out", second, reward_model)
     assert counts == (3, 4)
     assert judged(tmp_path / "fresh", second, reward_model)[1] == rows
+
+
+def test_samples_that_are_all_blank_have_no_score(reward_model, tmp_path):
+    samples = sample_table(tmp_path / "s", {"Say yes.": ["", " \n"]})
+    counts, rows = judged(tmp_path / "out", samples, reward_model)
+    assert (counts, [row["score"] for row in rows]) == ((0, 0), [None, None])

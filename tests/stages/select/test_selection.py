@@ -110,7 +110,7 @@ def test_scores_gaps_ratios_and_means_are_compared_up_to_rounding(stored):
     assert labels == [("p0", "c", False)]
 
 
-@pytest.mark.parametrize("score", [None, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("score", [None, math.nan, math.inf, -math.inf, 1.7e308, -1e301])
 def test_samples_without_a_score_or_a_text_are_left_out_and_counted(score):
     none = {"text": None, "score": 9}
     rows, counts = selected([none, *scored(a=score, b=1, c=0)], scored(d=1, e=score))

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import shutil
+from dataclasses import replace
 
 import polars as pl
 import pyarrow.parquet as pq
@@ -11,6 +13,7 @@ from align.schemas.errors import AlignError, CorruptionError, StorageError, Usag
 from align.schemas.samples import Drawing
 from align.stages.storage import tables
 from align.stages.storage.disk.locks import lock_of
+from align.stages.storage.remote import Remote
 from align.stages.storage.tables import TableFolder, drawing_of, read_table
 from support import disk_faults
 from support.flips import flip_bits
@@ -116,12 +119,23 @@ def test_a_flipped_bit_is_refused_with_the_file_or_changes_nothing(on_disk):
             read_table(on_disk)
 
 
-def test_a_table_of_another_kind_is_neither_read_nor_replaced(table_folder):
+def test_a_table_of_another_kind_is_neither_read_nor_replaced(table_folder, tmp_path):
     published(table_folder)
     other = TableFolder(table_folder.root, "judged", table_folder.url)
-    for refused in (lambda: read_table(other), other.prepare):
+    places = [other.root, *([tmp_path / "another machine"] if other.url else [])]
+    for refused in (
+        lambda: read_table(other),
+        *(replace(other, root=place).prepare for place in places),
+    ):
         with refuses(UsageError, "judged"):
             refused()
+    # A copy under the name of the other kind.
+    if other.url:
+        Remote(other.url).put("judged.parquet", table_folder.stored())
+    else:
+        shutil.copy(table_folder.file, other.file)
+    with refuses(UsageError, "samples", "judged.parquet", "align judge"):
+        read_table(other)
 
 
 @pytest.mark.parametrize("operation", ["fsync", "rename"])
