@@ -56,12 +56,13 @@ class RunDiff:
         lines += [
             "",
             f"Right in both {found.in_both:,}, in A alone {len(found.lost):,}, in B alone "
-            f"{len(found.gained):,}. Chance alone divides the prompts of flipped rows as unevenly "
-            f"with a probability of {found.p_value:.3g} (McNemar, exact).",
+            f"{len(found.gained):,}. Prompts with more rows right in A: {found.prompts_lost:,}, "
+            f"in B: {found.prompts_gained:,}. Chance alone divides them as unevenly with a "
+            f"probability of {found.p_value:.3g} (McNemar, exact).",
         ]
         if found.p_value < ALPHA:
-            better = "B" if len(found.gained) > len(found.lost) else "A"
-            lines.append(f"{better} is right on more of them, by more than chance ({ALPHA:g}).")
+            better = "B" if found.prompts_gained > found.prompts_lost else "A"
+            lines.append(f"{better} is right on more prompts, by more than chance ({ALPHA:g}).")
         else:
             lines.append("On these rows the two runs are not significantly different.")
         for name, ids in (("A", found.lost), ("B", found.gained)):
@@ -105,7 +106,7 @@ def ranking(folders: Mapping[str, RunFolder]) -> tuple[str, Sequence[str]]:
     alike, behind = list[str](), list[str]()
     for name in runs.keys() - {best}:
         found = compare(runs[best].samples, runs[name].samples, column)
-        is_behind = found.p_value < alpha and len(found.lost) > len(found.gained)
+        is_behind = found.p_value < alpha and found.prompts_lost > found.prompts_gained
         (behind if is_behind else alike).append(name)
     rows = counted(len(right[best]), "held-out rows")
     lines = [f"{best} has the most of {rows} right: {right[best].mean():.4f}, by {measure}."]

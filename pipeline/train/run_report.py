@@ -92,7 +92,7 @@ def write_report(root: Path) -> dict[str, str]:
         if parts := folder.rows_written():
             join_visits(parts, folder.rows)
     settings, history = read_yaml(folder.config), read_history(folder.metrics)
-    ending = read_ending(folder)
+    ending, best = read_ending(folder), settings["train.best"] or f"{EVAL}loss"
     learned, held_out = curves(history.learned), curves(history.held_out)
     tables = {
         step: read_samples(path).drop(TEXTS, strict=False)
@@ -138,7 +138,7 @@ def write_report(root: Path) -> dict[str, str]:
                 "Before and after",
                 table=before_and_after(history.measured(ending.model_step if ending else None)),
             ),
-            Section("Learning", figures=curves_of(LEARNING, learned, held_out)),
+            Section("Learning", figures=curves_of(LEARNING, learned, held_out, best)),
             Section("Held-out completions", figures=completions, note=note),
             Section(
                 "Training rows",
@@ -155,7 +155,7 @@ def write_report(root: Path) -> dict[str, str]:
             Section("Settings", facts=used, is_folded=True),
             Section(
                 "Speed, memory and more",
-                figures=curves_of(further(learned, held_out), learned, held_out),
+                figures=curves_of(further(learned, held_out), learned, held_out, best),
                 is_folded=True,
             ),
         ],
@@ -237,9 +237,14 @@ def _unfinished(folder: RunFolder, ending: RunEnding | None, history: History) -
 
 
 def _not_applied(folder: RunFolder) -> set[int]:
-    """The steps that were not applied when they were first run."""
-    lines = read_lines(folder.nonfinite) if folder.nonfinite.exists() else ()
-    return {json.loads(line.text)["step"] for line in lines}
+    """The steps that were not applied when they were first run; damaged lines are left out."""
+    steps = set[int]()
+    for line in read_lines(folder.nonfinite) if folder.nonfinite.exists() else ():
+        try:
+            steps.add(int(json.loads(line.text)["step"]))
+        except (ValueError, KeyError, TypeError):
+            logger.warning("%s: a line that cannot be read is left out.", folder.nonfinite)
+    return steps
 
 
 def _head(

@@ -121,20 +121,21 @@ def page_of(sweep: Sweep) -> str:
     if len(begun) > MOST_DRAWN:
         notes.insert(1, f"Curves are those of the first {MOST_DRAWN} runs of the table.")
 
-    # Each metric on held-out rows, or on training rows if no run holds rows out.
+    # The dots of all runs stand over the lines of all.
     histories = {name: read_history(folders[name].metrics) for name in begun[:MOST_DRAWN]}
-    held_out = {name: curves(history.held_out) for name, history in histories.items()}
     learned = {name: curves(history.learned) for name, history in histories.items()}
+    held_out = {name: curves(history.held_out) for name, history in histories.items()}
     figures = []
     for title, metric in CHARTS.items():
-        is_held_out = any(metric in metrics for metrics in held_out.values())
-        runs = held_out if is_held_out else learned
-        series = [
-            Series(name, metrics.get(metric, ()), f"c{index}", "dots" if is_held_out else "line")
-            for index, (name, metrics) in enumerate(runs.items())
+        lines = [
+            Series(name, metrics.get(metric, ()), f"c{index}")
+            for index, (name, metrics) in enumerate(learned.items())
         ]
-        where = "" if is_held_out else ", training rows"
-        figures.append(chart(f"{title}{where}", series, x_label="step"))
+        dots = [
+            Series(name, metrics.get(metric, ()), f"c{index}", form="dots")
+            for index, (name, metrics) in enumerate(held_out.items())
+        ]
+        figures.append(chart(title, [*lines, *dots], x_label="step"))
     links = {
         name: f"{name}/{folder.report.name}"
         for name, folder in folders.items()
@@ -142,7 +143,11 @@ def page_of(sweep: Sweep) -> str:
     }
     sections = [
         Section("Runs", table=[HEAD, *(trial.row() for trial in ordered)], links=links),
-        Section("Curves", figures="".join(figures)),
+        Section(
+            "Curves",
+            figures="".join(figures),
+            note="Lines are of training rows, dots of held-out rows.",
+        ),
     ]
     return render_page(
         f"Sweep: {sweep.folder.resolve().name}",

@@ -32,7 +32,7 @@ class Series:
     name: str
     points: Sequence[Point]
     color: str
-    form: Literal["line", "dots", "cloud"] = "line"  # dots: marked and dashed; cloud: no line
+    form: Literal["line", "dots", "cloud", "ring"] = "line"  # dots: dashed; the rest: no line
 
 
 def chart(
@@ -53,17 +53,17 @@ def chart(
         return ""
     steps, values = zip(*every, strict=True)
     x, y = _x_axis(steps), _y_axis(values, may_be_log=may_be_log)
-    keys, shapes, windows = [], [], set[int]()
+    keys, shapes, windows = dict[str, str](), [], set[int]()
     for number, points in drawable.items():
         one = series[number]
         if not points:
             continue
-        keys.append((f"{one.color} {one.form}", one.name))
+        keys.setdefault(one.name, f"{one.color} {one.form}")
         smooth, window = _smoothed(points, y) if one.form == "line" else (points, 0)
         if window:
             windows.add(window)
             shapes.append(_polyline(f"{one.color} faint", _thinned(points), x, y))
-        if one.form != "cloud":
+        if one.form in ("line", "dots"):
             shapes.append(_polyline(f"{one.color} {one.form}", _thinned(smooth), x, y))
         if one.form != "line" or len(points) <= MARKED:
             for step, value in points:
@@ -95,11 +95,11 @@ def histogram(
     counts = [np.histogram(values, edges)[0] for *_, values in kept]
     x = Axis(low, high, LEFT, WIDTH - RIGHT)
     y = Axis(0, 1.05 * max(int(one.max()) for one in counts), HEIGHT - BOTTOM, TOP)
-    keys, shapes = [], []
+    keys, shapes = dict[str, str](), []
     for (name, color, values), heights in zip(kept, counts, strict=True):
         if values:
             outline = [*zip(np.repeat(edges, 2), [0, *np.repeat(heights, 2), 0], strict=True)]
-            keys.append((f"{color} bars", name))
+            keys[name] = f"{color} bars"
             shapes.append(f'<polygon class="{color} bars" points="{_corners(outline, x, y)}"/>')
     return _figure(title, keys, [], [_axes(x, y, x_label, "count"), *shapes])
 
@@ -235,10 +235,11 @@ def _axes(x: Axis, y: Axis, x_label: str, y_label: str) -> str:
 
 
 def _figure(
-    title: str, keys: Sequence[tuple[str, str]], notes: Sequence[str], shapes: Sequence[str]
+    title: str, keys: Mapping[str, str], notes: Sequence[str], shapes: Sequence[str]
 ) -> str:
     named = [
-        f'<span class="key"><i class="{kind}"></i>{escape(name)}</span>' for kind, name in keys
+        f'<span class="key"><i class="{kind}"></i>{escape(name)}</span>'
+        for name, kind in keys.items()
     ]
     named += [f'<span class="key">{note}</span>' for note in notes]
     return (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -39,6 +38,10 @@ def interval_of_mean(
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """The probability that chance alone divides the rows that flip at least so unevenly."""
+    """The probability that chance alone divides so many flips at least so unevenly."""
     flips, fewer = only_first + only_second, min(only_first, only_second)
-    return min(1.0, 2 * sum(math.comb(flips, k) for k in range(fewer + 1)) / (1 << flips))
+    ways, of_k = 0, 1  # whole numbers: of_k is the binomial coefficient of k
+    for k in range(fewer + 1):
+        ways += of_k
+        of_k = of_k * (flips - k) // (k + 1)
+    return min(1.0, 2 * ways / (1 << flips))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .charts import BINS, Curves, Series, chart, histogram
+from ..storage.run.checkpoints import best_first, wanted
+from .charts import BINS, Curves, Series, chart, histogram, plain
 from .eval_table import BAD, COLUMNS, GOOD, REWARD, kind_of
 
 if TYPE_CHECKING:
@@ -38,8 +39,13 @@ def further(learned: Curves, held_out: Curves) -> dict[str, Sequence[str]]:
     return {**SPEED, **{name: (name,) for name in others}}
 
 
-def curves_of(charts: Mapping[str, Sequence[str]], learned: Curves, held_out: Curves) -> str:
-    """The charts with these titles and metrics, training steps beside held-out rows."""
+def curves_of(
+    charts: Mapping[str, Sequence[str]], learned: Curves, held_out: Curves, best: str
+) -> str:
+    """The charts with these titles and metrics, training steps beside held-out rows.
+
+    A ring marks the best evaluation by the metric `best`, which is named as in train.best.
+    """
     figures = []
     for title, metrics in charts.items():
         series: list[Series] = []
@@ -49,6 +55,11 @@ def curves_of(charts: Mapping[str, Sequence[str]], learned: Curves, held_out: Cu
             of_rows = f"{short}, held out" if short else "held out"
             series.append(Series(short or "train", learned.get(name, ()), f"c{index}"))
             series.append(Series(of_rows, held_out.get(name, ()), f"c{index}", form="dots"))
+            values = {int(step): value for step, value in held_out.get(name, ())}
+            if wanted(best).metric == f"eval/{name}" and len(values) > 2:  # one is the beginning
+                step = best_first(values, best)[0]
+                mark = f"best: {plain(values[step])} at step {step:,}"
+                series.append(Series(mark, [(step, values[step])], f"c{index}", form="ring"))
         is_linear = not LINEAR.isdisjoint(there)
         figures.append(chart(title, series, x_label="step", may_be_log=not is_linear))
     return "".join(figures)

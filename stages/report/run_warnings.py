@@ -144,7 +144,7 @@ def past_its_best(run: Measurements) -> str | None:
     found = compare(tables[best], tables[last], measure)
     # The best is chosen by the same rows, so all evaluations share the 5 %.
     is_noise = found.p_value >= ALPHA / (len(tables) - 1)
-    if is_noise or len(found.lost) <= len(found.gained):
+    if is_noise or found.prompts_lost <= found.prompts_gained:
         return None
     return (
         f"{found.accuracy.first:.1%} of the held-out rows are right after step {best:,}, and "

@@ -43,9 +43,11 @@ class TwoRuns:
     gap: Difference | None  # of log-ratios or log-probs; None: both are reward models
     gained: tuple[str, ...]  # ids of the rows that only the second has right
     lost: tuple[str, ...]
+    prompts_gained: int  # prompts of which the second has more rows right; each counts once
+    prompts_lost: int
     in_both: int  # rows that both have right
     left_out: int  # rows that one of them lacks, or has no finite number for
-    p_value: float  # that chance alone divides the prompts with flipped rows as unevenly
+    p_value: float  # that chance alone divides these prompts as unevenly
 
 
 def unit_of(tables: Sequence[pl.DataFrame]) -> str:
@@ -89,14 +91,17 @@ def compare(first: pl.DataFrame, second: pl.DataFrame, measure: str = REWARD) ->
     # Rows of one prompt flip together, so each prompt counts once, for the side that has more.
     _, prompt = np.unique(prompts, return_inverse=True)
     balance = np.bincount(prompt, (flips == 1).astype(float) - (flips == -1))
+    prompts_gained, prompts_lost = int((balance > 0).sum()), int((balance < 0).sum())
     return TwoRuns(
         accuracy=difference("accuracy", *right),
         gap=difference(unit, *gaps) if unit else None,
         gained=tuple(ids[flips == 1].tolist()),
         lost=tuple(ids[flips == -1].tolist()),
+        prompts_gained=prompts_gained,
+        prompts_lost=prompts_lost,
         in_both=int(((right[0] == 1) & (right[1] == 1)).sum()),
         left_out=len({*first["row_id"], *second["row_id"]}) - len(both),
-        p_value=mcnemar(int((balance < 0).sum()), int((balance > 0).sum())),
+        p_value=mcnemar(prompts_lost, prompts_gained),
     )
 
 

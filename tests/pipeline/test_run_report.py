@@ -131,7 +131,8 @@ def test_a_page_shows_no_cache_but_that_of_its_run_and_names_steps_that_were_not
     run, moved = shutil.copytree(whole_run, tmp_path / "run"), tmp_path / "moved"
     (run / "_align" / "ending.json").unlink()
     whole = [json.dumps({"step": step, "rank": 0, "row_ids": []}) for step in (7, 4, 7, 8)]
-    (run / "nonfinite.jsonl").write_text("\n".join([*whole, '{"step": 9, "ra']))
+    glued = f'{{"step": 5, "ra{whole[0]}'
+    (run / "nonfinite.jsonl").write_text("\n".join([glued, *whole, '{"step": 9, "ra']))
     shutil.copytree(course.cache, moved)
     root = json.loads((moved / "manifest.json").read_text())["root"]
     settings = (run / "config.yaml").read_text()
@@ -206,7 +207,7 @@ def test_text_is_written_where_it_is_asked_for_and_no_log_ratio_without_a_refere
     assert "log(policy / reference)" not in words_of(tmp_path / "run")
 
 
-def with_margins(run, folder, margins):
+def with_margins(run, folder, margins, prompts=None):
     """A copy of a run whose last table has these margins of rewards, by the ids of rows."""
     path = RunFolder(shutil.copytree(run, folder)).evaluation(6)
     head = (*NAMES, *COLUMNS["log-ratios"], REWARD)
@@ -214,8 +215,9 @@ def with_margins(run, folder, margins):
         writer = csv.writer(sink, lineterminator="\n")
         writer.writerow(head)
         for number, (row_id, margin) in enumerate(margins.items()):
+            prompt = (prompts or {}).get(row_id, row_id)
             for role, reward in (("chosen", margin), ("rejected", 0.0)):
-                writer.writerow([number, row_id, row_id, role, 5, -1.0, -2.0, 1.0, reward])
+                writer.writerow([number, row_id, prompt, role, 5, -1.0, -2.0, 1.0, reward])
     return folder
 
 
@@ -265,3 +267,22 @@ def test_the_best_of_several_runs_is_named_with_those_that_may_be_as_good(whole_
     assert ("near" in alike, "far" in alike) == (True, False)
     assert ("near" in apart, "far" in apart) == (False, True)
     assert ranking({"top": folders["top"]}) == ("", ())
+
+
+def test_a_run_is_ahead_by_prompts_not_by_the_rows_of_one(whole_run, tmp_path):
+    """A alone is right on 12 prompts of one row, B alone on one prompt of 20 rows."""
+    names = [f"r{number:02}" for number in range(32)]
+    prompts = dict.fromkeys(names[12:], "one")
+    few, many = (
+        with_margins(
+            *(whole_run, tmp_path / folder),
+            {name: 1.0 if (name in prompts) == is_many else -1.0 for name in names},
+            prompts,
+        )
+        for folder, is_many in (("few", False), ("many", True))
+    )
+    text = diff_runs(few, many).text()
+    require_names(text, "A: 12", "B: 1", f"{28 / 8192:.3g}")
+    assert re.search(r"\b([AB]) is right", text)[1] == "A"
+    best, (_, alike, *_) = ranking({one.name: RunFolder(one) for one in (few, many)})
+    assert (best, "few" in alike) == ("many", True)

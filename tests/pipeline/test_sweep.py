@@ -20,6 +20,7 @@ from align.stages.storage.output_folder import OutputFolder
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking.run_record import unsent_runs
 from support.command import align
+from support.long_runs import write_long_run
 from support.mlflow_runs import open_store
 from support.refusals import refuses
 from support.trainings import KILLED
@@ -98,6 +99,20 @@ def test_the_page_has_the_best_run_first_and_says_how_many_are_left(tmp_path):
         ["dpo-0.3-1e-5", "failed", "-", "-", "-"],
     ]
     assert "4 of 5" in page
+
+
+def test_a_chart_has_the_training_lines_of_all_runs_and_held_out_dots_over_them(tmp_path):
+    trials = [Trial(name, (), "finished") for name in ("a", "b")]
+    for trial, steps in zip(trials, (60, 90), strict=True):
+        folder = write_long_run(tmp_path / trial.name, steps=steps)
+        lines = folder.metrics.read_text().splitlines(keepends=True)
+        if trial.name == "b":
+            folder.metrics.write_text("".join(line for line in lines if "eval/" not in line))
+    page = page_of(Sweep(tmp_path, trials, {}))
+    (accuracy,) = re.findall(r"<figure><figcaption><b>Accuracy</b>.*?</figure>", page)
+    drawn = re.findall(r'<polyline class="([^"]*)"', accuracy)
+    assert drawn == ["c0 line", "c1 line", "c0 dots"]
+    assert re.findall(r'<span class="key"><i[^>]*></i>([^<]*)', accuracy) == ["a", "b"]
 
 
 @pytest.mark.parametrize(

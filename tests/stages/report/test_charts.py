@@ -10,6 +10,7 @@ from align.schemas.safe_text import MASK
 from align.stages.report.charts import MARKED, MAX_POINTS, Series, chart, histogram
 from align.stages.report.model_card import inline, model_card
 from align.stages.report.page import Section, render_page
+from align.stages.report.run_curves import LEARNING, curves_of
 
 
 class Drawn:
@@ -121,6 +122,23 @@ def test_values_of_three_decades_stand_on_a_log_axis_where_it_is_allowed():
         series = [Series("x", [(0, low), (1, 10.0)], "c0")]
         text = chart("x", series, x_label="step", may_be_log=is_allowed)
         assert "log axis" not in text
+
+
+def test_the_best_of_enough_evaluations_has_a_ring():
+    losses, accuracies = (
+        [(0, 0.7), (10, 0.4), (20, 0.3), (30, 0.35)],
+        [(0, 0.5), (9, 0.9), (10, 0.8)],
+    )
+    held_out = {"loss": losses, "rewards/accuracies": accuracies}
+    for metric, best, ring in (
+        *(("loss", "eval/loss", (20, 0.3)), ("loss", "+eval/loss", (0, 0.7))),
+        ("rewards/accuracies", "eval/rewards/accuracies", (9, 0.9)),
+    ):
+        figure = Drawn(curves_of({"title": (metric,)}, {}, held_out, best))
+        assert figure.dots("ring") == near([ring])
+    for name in ("loss", "eval/rewards/accuracies"):
+        assert not Drawn(curves_of({"title": ("loss",)}, {}, held_out, name)).dots("ring")
+    assert not Drawn(curves_of(LEARNING, {}, {"loss": losses[:2]}, "eval/loss")).dots("ring")
 
 
 @pytest.mark.parametrize(

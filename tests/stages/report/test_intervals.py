@@ -1,7 +1,7 @@
 """Intervals hold what they say, and chance is told apart from a difference."""
 
 from fractions import Fraction
-from math import comb
+from math import comb, erfc, sqrt
 
 import numpy as np
 import pytest
@@ -12,10 +12,19 @@ from align.stages.report.intervals import interval_of_mean, interval_of_rate, mc
 def test_chance_is_a_coin_thrown_for_each_row_that_flips():
     assert mcnemar(1, 5) == pytest.approx(2 * (1 + 6) / 64)
     assert mcnemar(0, 0) == mcnemar(3, 3) == mcnemar(4, 3) == 1
-    for n, fewer in ((13, 2), (40, 11), (900, 400)):
+    drawn = np.random.default_rng(7).integers(300, size=(20, 2)).tolist()
+    for one, other in ((2, 11), (11, 29), (400, 500), *drawn):
+        n, fewer = one + other, min(one, other)
         exact = 2 * Fraction(sum(comb(n, k) for k in range(fewer + 1)), 2**n)
-        assert mcnemar(fewer, n - fewer) == pytest.approx(float(exact), rel=1e-9)
-        assert mcnemar(n - fewer, fewer) == mcnemar(fewer, n - fewer)
+        assert mcnemar(one, other) == pytest.approx(min(1, float(exact)), rel=1e-12)
+        assert mcnemar(other, one) == mcnemar(one, other)
+
+
+@pytest.mark.timeout(5)
+def test_chance_of_twenty_thousand_flips_is_found_at_once():
+    """Their number is normal: 200 below the mean of 10,000, the deviation is √5,000."""
+    normal = erfc(199.5 / sqrt(5_000) / sqrt(2))
+    assert mcnemar(9_800, 10_200) == pytest.approx(normal, rel=1e-3)
 
 
 def test_values_of_one_unit_are_drawn_together():

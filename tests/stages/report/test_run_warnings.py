@@ -55,6 +55,22 @@ def test_numbers_in_words_are_those_of_the_rows():
     assert f"{(56 * 2 + 24 * 3) / 80:.2f} nats" in found["displacement"]
 
 
+def test_an_end_that_is_worse_on_one_prompt_alone_is_not_past_its_best():
+    """Of 32 rows the last 20 are of one prompt; they are right at step 3, the others at the end."""
+    sides, none = np.full((32, 2), 9), np.zeros((32, 2))
+    is_shared = np.arange(32)[:, None] >= 12
+    prompt = pl.when(pl.col("row") < 12).then("prompt_key").otherwise(pl.lit("one"))
+    tables = {
+        step: table(sides, none, np.where(is_right, [1.0, 0.0], [0.0, 1.0]))
+        for step, is_right in ((3, is_shared), (9, ~is_shared))
+    }
+    assert "past its best" not in find_warnings(
+        Measurements(
+            {}, {}, {at: one.with_columns(prompt_key=prompt) for at, one in tables.items()}
+        )
+    )
+
+
 def test_the_order_of_rows_changes_no_figure():
     run = PLANTED["displacement"](clean(3))
     found = []

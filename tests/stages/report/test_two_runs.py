@@ -113,6 +113,22 @@ def test_a_prompt_counts_once_however_many_of_its_rows_flip():
     assert compare(*map(table, rows)).p_value < ALPHA
     found = compare(*(table(one, prompts=prompts) for one in rows))
     assert found.p_value == mcnemar(0, 3) > ALPHA
+    assert (found.prompts_lost, found.prompts_gained) == (0, 3)
+
+
+def test_the_run_that_is_right_on_more_prompts_is_ahead_however_many_rows_one_prompt_has():
+    """12 prompts of one row against one of 20: chance is 2 (1 + 13) / 2 ** 13."""
+    names = [f"r{number:02}" for number in range(32)]
+    prompts = dict.fromkeys(names[12:], "one")
+    ends = ((1, 0), (0, 1))
+    few, many = (
+        table([(name, *ends[(name in prompts) == is_few]) for name in names], prompts=prompts)
+        for is_few in (True, False)
+    )
+    found = compare(few, many)
+    assert (len(found.lost), len(found.gained)) == (12, 20)
+    assert (found.prompts_lost, found.prompts_gained) == (12, 1)
+    assert found.p_value == 28 / 8192
 
 
 def test_log_probs_alone_tell_nothing_of_a_label_alone():
