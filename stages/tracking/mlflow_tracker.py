@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
 import json
-import math
 import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -13,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from ...schemas.config import TrackingOptions
-from ...schemas.errors import StorageError
+from ...schemas.errors import StorageError, log_failure
 from ...schemas.json_codec import digest
 from ..storage.disk import fs
 from .metrics_log import EVAL, MetricsLine, key_of, read_metrics
@@ -147,7 +145,10 @@ class MlflowTracker(Tracker):
         A table is written whole: MLflow's own call for tables appends to one that is there.
         """
         self.client.log_artifact(self._run_id, str(path), folder or None)
-        if table := table_of(path):
+        table = None
+        with log_failure(f"MLflow draws no table of {path}"):
+            table = table_of(path)
+        if table:
             name = str(PurePosixPath(folder, f"{path.stem}.json"))
             self.client.log_dict(self._run_id, table, name)
             tables = self.client.get_run(self._run_id).data.tags.get(TABLES_TAG, "")
@@ -223,6 +224,8 @@ class MlflowTracker(Tracker):
                 found = self.client.get_experiment_by_name(name)
                 if found is None:
                     raise
+        if KIND_TAG not in found.tags:
+            self.client.set_experiment_tag(found.experiment_id, KIND_TAG, TRAINING_KIND)
         return str(found.experiment_id)
 
     def _find_run(self, experiment: str, key: str) -> str:
@@ -295,20 +298,19 @@ class MlflowTracker(Tracker):
 
 def table_of(path: Path) -> dict[str, Any] | None:
     """The columns and rows of a file that MLflow's pages draw as a table; None of any other."""
+    import polars as pl  # noqa: PLC0415 - a run without tables can do without
+
     if path.name == ANSWERS:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        columns = [*BESIDE, *sorted({*rows[0]} - {*BESIDE})] if rows else []
+        table = pl.read_ndjson(path)
+        table = table.select(*BESIDE, *sorted({*table.columns} - {*BESIDE}))
     elif path.parent.name == EVALUATIONS and path.suffix == ".csv":
-        with path.open(newline="", encoding="utf-8") as source:
-            rows = [*csv.DictReader(source)]
-        columns = [*rows[0]] if rows else []
-        for row in rows:
-            for name in {*columns} - TEXTS:
-                number = float(row[name])
-                row[name] = number if math.isfinite(number) else None  # which JSON lacks
+        texts = pl.read_csv(path, infer_schema=False)
+        table = texts.with_columns(pl.exclude(*TEXTS).cast(pl.Float64))
+        numbers = pl.col(pl.Float64)
+        table = table.with_columns(pl.when(numbers.is_finite()).then(numbers))  # else JSON lacks it
     else:
         return None
-    return {"columns": columns, "data": [[row[name] for name in columns] for row in rows]}
+    return {"columns": table.columns, "data": [*map(list, table.rows())]}
 
 
 def with_table(tag: str, file: str) -> str:

@@ -108,8 +108,8 @@ def open_training_run(
     run = Run(folder, metrics, record)
     if options.upload_model:
         run.wait_seconds = {**WAIT_SECONDS, "FINISHED": UPLOAD_SECONDS}
-    run.send_to(wanted, options)
     run.set_tags({**_version_tags(), **_TAGS.get(), **tags})
+    run.send_to(wanted, options)  # last: from here on threads run, which `finish` ends
     return run
 
 
@@ -145,8 +145,8 @@ def recorded(
         stack.enter_context(owner_lock(folder.root, stage))
         record = RunRecord.new(folder, redacted(options.run_name or name or stage))
         run = Run(folder, MetricsLog(folder.metrics), record)
-        run.send_to(wanted, options, home=home, earlier=earlier)
         run.set_tags({**_version_tags(), **_TAGS.get(), "align.stage": stage})
+        run.send_to(wanted, options, home=home, earlier=earlier)
         run.begin_sending()
         status: Status = "FAILED"
         try:
@@ -208,12 +208,14 @@ class Run:
         self.record.add_stores(stores)
         for name, address in wanted.items():
             self._quiet.enter_context(quiet(name))
-            sender = Sender(name, address, self.record)
-            self.uploaders.append(Uploader(sender, f"align mlflow-sync {home or self._root}"))
-            for one in earlier:
-                known = one.facts.stores.get(name)
-                if known and known.address == stores[name].address:
-                    self.uploaders.append(Uploader(Sender(name, address, one)))
+            known_there = [
+                one
+                for one in earlier
+                if name in one.facts.stores
+                and one.facts.stores[name].address == stores[name].address
+            ]
+            senders = [Sender(name, address, one) for one in (self.record, *known_there)]
+            self.uploaders.append(Uploader(senders, f"align mlflow-sync {home or self._root}"))
 
     @property
     def run_ids(self) -> dict[str, str]:
@@ -314,17 +316,19 @@ class Run:
 
 
 class Uploader:
-    """A thread that sends a run to one tracker every second, and waits a minute after a failure.
+    """A thread that sends runs to one tracker every second, and waits a minute after a failure.
 
-    It begins when it is asked to, or after `FIRST_STEP_SECONDS`. The first failure is a warning,
-    unless there is no command to send the rest by.
+    It begins when it is asked to, or after `FIRST_STEP_SECONDS`. The command's own run is first,
+    and its first failure is a warning; an earlier run that fails stays for the next command.
     """
 
-    def __init__(self, sender: Sender, command: str = "") -> None:
-        self._sender, self._command = sender, command
+    def __init__(self, senders: Sequence[Sender], command: str) -> None:
+        self._senders, self._command = senders, command
+        self._sender, self._earlier = senders[0], [*senders[1:]]
+        self._has_warned = False
         self._may_begin, self._is_over = threading.Event(), threading.Event()
         self._is_loaded = threading.Event()
-        self.thread = threading.Thread(target=self._work, name=sender.name, daemon=True)
+        self.thread = threading.Thread(target=self._work, name=self._sender.name, daemon=True)
         self.thread.start()
 
     def begin(self) -> None:
@@ -342,6 +346,10 @@ class Uploader:
         self.thread.join(seconds)
         if not self._sender.is_complete:
             self._warn("did not take all in time")
+        if self.thread.is_alive():  # the locks of the runs may be given back from now on
+            self._earlier.clear()
+            for sender in self._senders:
+                sender.record.release()
 
     def _work(self) -> None:
         self._may_begin.wait(FIRST_STEP_SECONDS)
@@ -358,6 +366,9 @@ class Uploader:
                         self._is_loaded.set()
                     started = time.monotonic()  # an import takes seconds whatever the store does
                     self._sender.send()
+                    # At its end, what is left of the own run is first again.
+                    while self._earlier and self._is_over.is_set() == is_over:
+                        self._send_earlier(self._earlier.pop(0))
                 except Exception as error:  # whatever the library of a tracker raises
                     took = time.monotonic() - started
                     retry_at = time.monotonic() + RETRY_SECONDS
@@ -367,15 +378,21 @@ class Uploader:
                 return
             self._is_over.wait(SECONDS_PER_TICK)
 
+    def _send_earlier(self, sender: Sender) -> None:
+        try:
+            sender.send()
+        except Exception:  # likewise; its own command has warned of it
+            logger.debug("%s", redacted(traceback.format_exc()))
+
     def _warn(self, what: str) -> None:
-        if self._command:
+        if not self._has_warned:
             logger.warning(
                 "%s %s. The work continues; `%s` sends what is still missing at its end.",
                 self._sender.place,
                 what,
                 self._command,
             )
-        self._command = ""
+        self._has_warned = True
 
 
 class Sender:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ...schemas.errors import log_failure
+from ...schemas.errors import StorageError, log_failure
 from ...schemas.json_codec import CodecError, from_json, to_json
 from ..storage.disk import fs
 from ..storage.output_folder import make_place
@@ -115,6 +115,7 @@ class RunRecord:
         self.facts = facts
         self._is_kept = is_kept  # else nothing is written
         self._sent: dict[str, Sent] = {}
+        self._is_released = False
         self._lock = threading.Lock()
 
     @staticmethod
@@ -148,9 +149,16 @@ class RunRecord:
     def keep_sent(self, tracker: str, sent: Sent) -> None:
         """Notes durably what a tracker has."""
         with self._lock:
+            if self._is_released:
+                raise StorageError(f"{self.folder.root}: its command has ended")
             if sent != self._sent.get(tracker):
                 self._sent = {**self._sent, tracker: sent}
                 fs.publish(self.folder.sent, to_json(SentFile(self._sent)).encode())
+
+    def release(self) -> None:
+        """Ends all notes of what trackers have: another process may own the run from now on."""
+        with self._lock:
+            self._is_released = True
 
     def unsent_files(self, sent: Sent) -> list[tuple[str, int]]:
         """The files of the run that a tracker does not have as they were last logged."""

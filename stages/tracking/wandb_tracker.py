@@ -99,7 +99,10 @@ class WandbTracker(Tracker):
                 reinit="create_new",  # beside a run that somebody else has open here
             )
         except Exception:
-            self._wandb.teardown()  # its service would take the run for one that is in use
+            # Its service would take the run for one that is in use. But all runs of the process
+            # share it, also the user's own: beside an open one, `align mlflow-sync` sends this one.
+            if self._wandb.sdk.wandb_setup.singleton().most_recent_active_run is None:
+                self._tear_down()
             raise
         OPEN_RUNS[facts.key] = self._run
         self._run.define_metric("*", step_metric="step")
@@ -141,7 +144,7 @@ class WandbTracker(Tracker):
     def close(self, facts: RunFacts) -> None:
         """Ends the run; W&B knows only runs that finished and that failed."""
         self._run.finish(exit_code=0 if facts.status == "FINISHED" else 1)
-        del OPEN_RUNS[facts.key]
+        OPEN_RUNS.pop(facts.key, None)
 
     def _abandon(self, facts: RunFacts) -> None:
         """Closes the run if a call of it has failed in this process."""
@@ -150,8 +153,12 @@ class WandbTracker(Tracker):
                 with suppress(TimeoutError):  # what it lost comes again
                     run.finish(exit_code=1)
             except ConnectionError:  # wandb's service has died, and with it all that it had open
-                with suppress(ConnectionError):
-                    self._wandb.teardown()
+                OPEN_RUNS.clear()  # else each of them would end the next service
+                self._tear_down()
+
+    def _tear_down(self) -> None:
+        with suppress(ConnectionError, SystemExit):  # of a service that has died
+            self._wandb.teardown()
 
     def _folders(self, facts: RunFacts) -> list[Path]:
         return sorted(Path(self.address).glob(f"offline-run-*-{facts.key}*"))

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 from align.pipeline.jobs.tracker_sync import sync_runs
@@ -400,6 +402,19 @@ def test_an_earlier_run_that_cannot_be_sent_keeps_no_other_back(uri, home, monke
     assert [one.root for one in unsent_runs(home)] == [broken.root]
 
 
+def test_all_runs_that_a_store_missed_go_with_the_next_one(uri, home, caplog):
+    """So many, each from a thread of its own, would be more than SQLite takes at once."""
+    for _ in range(40):
+        left = new_outbox_folder(home)
+        left.metrics.write_text('{"step":1,"time":1.5,"loss":0.5}\n')
+        new_record(left, uri)
+    with begun(home, uri) as run:
+        pass
+    assert not unsent_runs(home)
+    assert len(open_store(uri).search_runs([read(uri, run).info.experiment_id])) == 41
+    assert not warnings_in(caplog)
+
+
 def test_the_folder_of_a_run_that_another_process_begins_stays(uri, home):
     made = new_outbox_folder(home)
     with owner_lock(made.root, "sample"), begun(home, uri):
@@ -471,6 +486,14 @@ def test_answers_are_drawn_as_a_table_and_other_files_are_not(tmp_path):
     answers.write_text('{"after":"c","before":"b","ended":true,"prompt":"a"}\n')
     columns = ["prompt", "before", "after", "ended"]
     assert table_of(answers) == {"columns": columns, "data": [["a", "b", "c", True]]}
+    table = tmp_path / "evaluations" / "step-00000001.csv"
+    table.parent.mkdir()
+    odd = "a\u2028b\x85c" + "w" * 140_000
+    answer = {"prompt": odd, "before": "b", "after": "c"}
+    pl.DataFrame([answer]).write_ndjson(answers)
+    pl.DataFrame([{"prompt": odd, "logp": 0.5, "log_ratio": math.nan}]).write_csv(table)
+    assert table_of(answers) == {"columns": [*answer], "data": [[*answer.values()]]}
+    assert table_of(table)["data"] == [[odd, 0.5, None]]
     (tmp_path / "other.csv").write_text("a\n1\n")
     assert table_of(tmp_path / "other.csv") is None
 
@@ -488,8 +511,10 @@ def test_the_tag_names_each_table_once_and_the_newest_where_not_all_fit():
 def test_an_experiment_is_of_the_kind_that_somebody_gave_it_or_trains_models(uri, tmp_path):
     client = open_store(uri)
     client.set_experiment_tag(client.create_experiment("chats"), KIND_TAG, "genai_development")
+    client.create_experiment("plain")
     kinds = {}
-    for name in ("chats", "new"):
+    for name in ("chats", "plain", "new"):
         begin(RunFolder(tmp_path / name), uri, experiment=name).finish("FINISHED")
         kinds[name] = client.get_experiment_by_name(name).tags[KIND_TAG]
-    assert kinds == {"chats": "genai_development", "new": "custom_model_development"}
+    ours = "custom_model_development"
+    assert kinds == {"chats": "genai_development", "plain": ours, "new": ours}

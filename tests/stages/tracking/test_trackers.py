@@ -196,6 +196,18 @@ def test_a_kill_after_any_call_to_mlflow_loses_nothing_and_doubles_nothing(run):
     assert [model.name for model in client.search_logged_models(["1"])] == ["model"]
 
 
+@of_mlflow
+def test_a_table_that_cannot_be_drawn_is_sent_as_a_file(run, caplog):
+    table = run.folder.evaluation(2)
+    table.parent.mkdir()
+    table.write_text("row_id,logp\n007,x\n")
+    run.run.log_artifact(table)
+    run.run.finish("FINISHED")
+    run.send()
+    assert table.name in "".join(warnings_in(caplog))
+    run.require_told(files=FILES | {f"{table.parent.name}/{table.name}": table.read_text()})
+
+
 def test_every_tracker_gets_all_of_a_run_and_the_run_that_it_belongs_to(
     mlflow_store, files, tmp_path
 ):
@@ -253,6 +265,7 @@ def test_a_tracker_that_hangs_holds_no_other_up_and_is_told_later(
     assert not RunRecord.find(left).is_sent("files")
     goes_on.set()
     kill(run)
+    assert not RunRecord.find(left).sent("files").run_id, "nobody locks the run by now"
     synced = {one.tracker: one.run_id for one in sync_runs(home, options)}
     assert files.told(synced["files"]).numbers == [("rows", 4, 16.0)]
     assert not unsent_runs(home)

@@ -5,6 +5,7 @@ import sys
 
 import psutil
 import pytest
+import wandb
 
 from align.pipeline.jobs.tracker_sync import sync_runs
 from align.schemas.config import TrackingOptions
@@ -28,6 +29,7 @@ from support.tracked_training import (
 from support.wandb_runs import config, numbers, records, rows, run_file, tear_down
 
 ALONE = ["wandb"]
+QUIET = wandb.Settings(silent=True, console="off")
 HELD_UP = 120  # seconds: a server that hangs would hold the exit for longer
 
 pytestmark = pytest.mark.usefixtures("no_wandb_settings")
@@ -187,6 +189,22 @@ def test_a_server_that_stops_answering_gets_the_rest_later(
     (synced,) = sync_runs(folder.root, TrackingOptions())
     assert wandb_server.numbers(synced.run_id) == timed(folder.root)
     assert wandb_server.exit_codes == {synced.run_id: 0}
+
+
+def test_a_start_that_fails_leaves_other_runs_of_the_process_alone(
+    tmp_path, wandb_server, monkeypatch
+):
+    own = wandb.init(id="own", mode="online", reinit="create_new", settings=QUIET)
+    own.log({"x": 1.0})
+    monkeypatch.setattr(wandb_tracker, "INIT_SECONDS", 1.0)
+    wandb_server.hang()
+    run = begin(run_folder(tmp_path), "", trackers=ALONE)
+    run.finish("KILLED")
+    wandb_server.mend()
+    own.log({"x": 2.0})
+    own.finish()
+    wait_until(lambda: "own" in wandb_server.exit_codes)
+    assert [row["x"] for row in wandb_server.history("own")] == [1.0, 2.0]
 
 
 HANGS = """
