@@ -5,6 +5,7 @@ The address comes from the user's settings or --uri, never from the folder.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from ...stages.tracking.run_record import (
 from ...stages.tracking.tracker import MAIN, TRACKERS, quiet, tracker_of, wanted
 from ..options.settings import load_settings
 
+logger = logging.getLogger("align")
+
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "time": "KILLED", "signal": "KILLED"}
 
 
@@ -50,7 +53,7 @@ def own_options(config: Path | None) -> TrackingOptions:
 def sync_runs(root: Path, options: TrackingOptions, *, uri: str = "") -> list[Synced]:
     """Uploads the pending data of a training, or of all runs of a cache, scores, sweep or rounds.
 
-    All runs are tried; the first failure is raised at the end.
+    All runs are tried; the first failure is raised at the end, others are logged.
     """
     done: list[Synced] = []
     failed: list[AlignError] = []
@@ -63,8 +66,7 @@ def sync_runs(root: Path, options: TrackingOptions, *, uri: str = "") -> list[Sy
                 done += sync_run(folder, home, options, uri=uri)
         except AlignError as error:
             failed.append(error)
-    if failed:
-        raise failed[0]
+    _raise_first(failed)
     if not done:
         titles = " or ".join(tracker_of(name).title for name in TRACKERS)
         lacks = RunFolder(root).run_record.relative_to(root)
@@ -94,7 +96,7 @@ def sync_run(
 ) -> list[Synced]:
     """Uploads a run, in its own folder or in the outbox of `home`, to its trackers.
 
-    All trackers are tried; the first failure is raised at the end.
+    All trackers are tried; the first failure is raised at the end, others are logged.
     """
     done: list[Synced] = []
     failed: list[AlignError] = []
@@ -111,11 +113,17 @@ def sync_run(
                 done.append(_send(record, name, home, options, uri if name == MAIN else ""))
             except AlignError as error:
                 failed.append(error)
-    if failed:
-        raise failed[0]
+    _raise_first(failed)
     if folder.root != home:
         remove_sent(folder)
     return done
+
+
+def _raise_first(failed: Sequence[AlignError]) -> None:
+    for error in failed[1:]:
+        logger.error("%s", error)
+    if failed:
+        raise failed[0]
 
 
 def send_files(folder: RunFolder, files: Sequence[Path], options: TrackingOptions) -> None:

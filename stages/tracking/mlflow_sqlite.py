@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ..storage.disk import fs
 from .metrics_log import key_of
 
 _FILE = re.compile(r"(sqlite(?:\+pysqlite)?:///)([^?]+)(.*)", re.DOTALL)
+OLD_SECONDS = 600.0  # after which a draft is one of a killed process
 
 
 def sqlite_file(uri: str) -> Path | None:
@@ -33,6 +35,9 @@ def make_store(uri: str, build: Callable[[str], object]) -> None:
     if path is None or path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
+    for old in path.parent.glob(f".{path.name}.*.tmp*"):
+        if time.time() - old.stat().st_mtime > OLD_SECONDS:
+            fs.discard(old)
     event = importlib.import_module("sqlalchemy.event")
     engine = importlib.import_module("sqlalchemy.engine").Engine
     draft, engines = fs.draft_of(path), []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -29,6 +31,7 @@ PER_CALL = 100  # parameters, tags or data sets
 METRICS_PER_CALL = 1000
 # MLflow's limits, of its oldest SQL schema where they differ.
 MAX_PARAM, MAX_TAG, MAX_NAME, MAX_DIGEST = 6000, 5000, 500, 36
+MAX_FIELD = 2**31 - 1  # of a CSV file, in characters; Python's own is below that of a long prompt
 PATH_TAG = "align.path"
 STEP_TAG = "align.step"  # after which a model was written
 # Tags of MLflow's own: the text above a run, what its pages open an experiment with, and which
@@ -298,19 +301,21 @@ class MlflowTracker(Tracker):
 
 def table_of(path: Path) -> dict[str, Any] | None:
     """The columns and rows of a file that MLflow's pages draw as a table; None of any other."""
-    import polars as pl  # noqa: PLC0415 - a run without tables can do without
-
     if path.name == ANSWERS:
-        table = pl.read_ndjson(path)
-        table = table.select(*BESIDE, *sorted({*table.columns} - {*BESIDE}))
+        rows = [*map(json.loads, path.read_bytes().splitlines())]  # a text would be cut at U+2028
+        columns = [*BESIDE, *sorted({*rows[0]} - {*BESIDE})] if rows else []
     elif path.parent.name == EVALUATIONS and path.suffix == ".csv":
-        texts = pl.read_csv(path, infer_schema=False)
-        table = texts.with_columns(pl.exclude(*TEXTS).cast(pl.Float64))
-        numbers = pl.col(pl.Float64)
-        table = table.with_columns(pl.when(numbers.is_finite()).then(numbers))  # else JSON lacks it
+        csv.field_size_limit(MAX_FIELD)
+        with path.open(newline="", encoding="utf-8") as source:
+            rows = [*csv.DictReader(source)]
+        columns = [*rows[0]] if rows else []
+        for row in rows:
+            for name in {*columns} - TEXTS:
+                number = float(row[name])
+                row[name] = number if math.isfinite(number) else None  # which JSON lacks
     else:
         return None
-    return {"columns": table.columns, "data": [*map(list, table.rows())]}
+    return {"columns": columns, "data": [[row[name] for name in columns] for row in rows]}
 
 
 def with_table(tag: str, file: str) -> str:

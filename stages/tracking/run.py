@@ -43,6 +43,7 @@ from .run_record import (
     new_outbox_folder,
     now_ms,
     outbox_folders,
+    remove_empty_outbox,
     remove_sent,
 )
 from .tracker import TRACKERS, Tracker, addresses, quiet, tracker_of
@@ -96,15 +97,15 @@ def open_training_run(
     wanted, record = addresses(options, folder.root), RunRecord.find(folder)
     kept, dropped = kept_lines(folder.metrics, keep_through=keep_through, is_evaluated=is_evaluated)
     # On disk before the file is cut: after a kill between the two, nothing else would tell.
-    if record and (before := record.facts.tags.get(NUMBERS_TAG)):
-        numbers = tags.get(NUMBERS_TAG, "")
-        if before != numbers and (dropped or not kept):
+    if record:
+        before, numbers = record.facts.tags.get(NUMBERS_TAG), tags.get(NUMBERS_TAG, "")
+        if before and before != numbers and (dropped or not kept):
             record.replace_run(numbers, keeps_facts=bool(kept))
+        record.resume(kept)
     metrics = MetricsLog(folder.metrics, kept)
     if not (wanted or record):
         return Run(folder, metrics)
     record = record or RunRecord.new(folder, redacted(options.run_name or name))
-    record.resume()
     run = Run(folder, metrics, record)
     if options.upload_model:
         run.wait_seconds = {**WAIT_SECONDS, "FINISHED": UPLOAD_SECONDS}
@@ -130,6 +131,8 @@ def recorded(
     earlier: list[RunRecord] = []
     with ExitStack() as stack:
         # After the locks, which are in their folders.
+        if is_alone:
+            stack.callback(remove_empty_outbox, home)
         stack.callback(lambda: [*map(remove_sent, own)])
         for left in outbox_folders(home) if is_alone else ():
             with log_failure("An earlier run is not sent"):

@@ -11,7 +11,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, Literal
 from ...schemas.errors import StorageError, log_failure
 from ...schemas.json_codec import CodecError, from_json, to_json
 from ..storage.disk import fs
+from ..storage.disk.lines import Line
 from ..storage.output_folder import make_place
 from ..storage.records import Records
 from ..storage.run.run_folder import RunFolder
@@ -186,11 +187,15 @@ class RunRecord:
                 self.keep_sent(tracker, Sent())
         self.change(stores={**self.facts.stores, **stores})
 
-    def resume(self) -> None:
-        """The run goes on, after metrics.jsonl was cut back to what a checkpoint knows."""
-        size = self.folder.metrics.stat().st_size
+    def resume(self, kept: Sequence[Line]) -> None:
+        """The run goes on, and metrics.jsonl is cut back to these of its lines.
+
+        If a damaged line among them is cut out, offsets are void, and all lines are sent again.
+        """
+        size = sum(len(line.text) for line in kept)
+        is_prefix = not kept or kept[-1].end == size
         for tracker, sent in self._sent.items():
-            offset = min(sent.offset, size)
+            offset = min(sent.offset, size) if is_prefix else 0
             self.keep_sent(tracker, dataclasses.replace(sent, offset=offset, status=""))
         self.change(status="", ended_ms=0)
 
@@ -238,3 +243,9 @@ def remove_sent(folder: RunFolder) -> None:
         elif all(map(record.is_sent, record.facts.stores)):
             FACTS.drop(folder.run_record)
             fs.remove_tree(folder.root)
+
+
+def remove_empty_outbox(home: Path) -> None:
+    """Removes an outbox with nothing in it; only a process that is alone in `home` may."""
+    with suppress(OSError):  # there is none, or it has a run
+        (home / OUTBOX).rmdir()

@@ -24,6 +24,7 @@ from .tracker import Tracker, typed
 FOLDER = "wandb"  # in the folder of the run, or in WANDB_DIR; wandb names it so
 FILES = "align"  # among the files of the run, whose config.yaml is W&B's own
 INIT_SECONDS, FINISH_SECONDS = 15.0, 30.0  # of a server that does not answer
+MODEL_SECONDS = 6 * 3600.0  # to upload a model
 FLUSH_SECONDS = 1.0  # `wandb beta sync --live` reads what is flushed
 OPEN_RUNS: dict[str, Any] = {}  # wandb's objects by key: one process cannot open a run twice
 
@@ -42,6 +43,8 @@ class WandbTracker(Tracker):
         self._wandb = importlib.import_module("wandb")
         self._run: Any = None
         self._step = self._first_step = -1
+        self._facts = RunFacts()
+        self._finish_seconds = FINISH_SECONDS
 
     @staticmethod
     def address_of(options: TrackingOptions, home: Path) -> str:
@@ -61,6 +64,7 @@ class WandbTracker(Tracker):
 
     def begin(self, facts: RunFacts, sent: Sent, metrics: Path) -> Sent:
         """Resumes the run of that key on a server; an offline run is written anew."""
+        self._facts = facts
         self._abandon(facts)
         if _mode() == "offline":
             for folder in self._folders(facts):
@@ -70,7 +74,7 @@ class WandbTracker(Tracker):
             mode=_mode(),
             root_dir=str(Path(self.address).parent),
             init_timeout=INIT_SECONDS,
-            finish_timeout=FINISH_SECONDS,
+            finish_timeout=self._finish_seconds,
             finish_timeout_raises=True,  # else what a server did not take would count as sent
             silent=True,
             console="off",
@@ -129,7 +133,14 @@ class WandbTracker(Tracker):
             self._run.notes = facts.description
 
     def file(self, path: Path, folder: str) -> None:
-        """A copy among the files of the run, which takes no room where there can be links."""
+        """A copy among the files of the run, which takes no room where there can be links.
+
+        Only a model is a folder: it may take long, and a run has its time from its start on.
+        """
+        if path.is_dir() and _mode() == "online" and self._finish_seconds < MODEL_SECONDS:
+            self._finish_seconds = MODEL_SECONDS
+            OPEN_RUNS.pop(self._facts.key).finish(exit_code=0)
+            self.begin(self._facts, Sent(), path)
         for source in [path] if path.is_file() else sorted(path.rglob("*")):
             if source.is_file():
                 target = Path(self._run.dir, FILES, folder, source.relative_to(path.parent))

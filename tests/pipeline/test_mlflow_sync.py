@@ -31,10 +31,15 @@ pytestmark = pytest.mark.usefixtures("no_mlflow_settings")
 FINISHED = Ending("finished", STEPS, STEPS, RunIdentity("cafe", 1, 0, {}, {}), ())
 
 
+UPLOADER, SENDER = (f"{tracking.__name__}.{one}." for one in ("Uploader", "Sender"))
+TRACKER = "align.stages.tracking.mlflow_tracker."
+
+
 def held_nothing_up(entered):
     """No step asked the store, waited for the thread that does, or took what that one holds."""
     libraries = {"http", "mlflow", "queue", "requests", "socket", "sqlalchemy", "threading"}
-    assert metrics_log.__name__ in entered
+    assert f"{metrics_log.__name__}.{MetricsLog.append.__qualname__}" in entered
+    assert not [name for name in entered if name.startswith((UPLOADER, SENDER, TRACKER))]
     assert not {name.partition(".")[0] for name in entered} & (libraries | {"urllib3"})
 
 
