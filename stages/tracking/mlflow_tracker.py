@@ -305,9 +305,12 @@ def table_of(path: Path) -> dict[str, Any] | None:
         rows = [*map(json.loads, path.read_bytes().splitlines())]  # a text would be cut at U+2028
         columns = [*BESIDE, *sorted({*rows[0]} - {*BESIDE})] if rows else []
     elif path.parent.name == EVALUATIONS and path.suffix == ".csv":
-        csv.field_size_limit(MAX_FIELD)
-        with path.open(newline="", encoding="utf-8") as source:
-            rows = [*csv.DictReader(source)]
+        limit = csv.field_size_limit(MAX_FIELD)  # of the whole process
+        try:
+            with path.open(newline="", encoding="utf-8") as source:
+                rows = [*csv.DictReader(source)]
+        finally:
+            csv.field_size_limit(limit)
         columns = [*rows[0]] if rows else []
         for row in rows:
             for name in {*columns} - TEXTS:

@@ -220,15 +220,15 @@ def test_an_adapter_that_does_not_fit_or_leaves_something_out_is_refused(saved_l
     adapter = tmp_path / "adapter"
     saved_adapter(adapter, saved_llama, target_modules=["q_proj", "v_proj"])
     for settings, *names in (
-        ({"num_hidden_layers": 1}, "0 tensors", "4 of its own", "layers.1."),
-        ({"num_hidden_layers": 3}, "4 tensors", "layers.2.", "0 of its own"),
+        ({"num_hidden_layers": 1}, "0 tensors", "4 are not used", "layers.1."),
+        ({"num_hidden_layers": 3}, "4 tensors", "layers.2.", "0 are not used"),
         ({"hidden_size": 64},),
     ):
         tiny_model("llama", settings).save_pretrained(tmp_path / "other")
         with refuses(UsageError, adapter, *names):
             load_causal_lm(options(tmp_path / "other", adapter=str(adapter)))
     amend(adapter / "adapter_config.json", target_modules=["q_proj"])
-    with refuses(UsageError, adapter, "4 of its own", "v_proj"):
+    with refuses(UsageError, adapter, "4 are not used", "v_proj"):
         load_causal_lm(options(saved_llama, adapter=str(adapter)))
 
 

@@ -54,7 +54,7 @@ def test_a_token_without_an_embedding_is_refused_in_prompts_and_completions(llam
     for score in (Policy(llama), TreeScorer(llama).score):
         score([Tree(last, (last,))])
         for tree in (Tree(unknown, (last,)), Tree(last, (last, unknown))):
-            with refuses(UsageError, f"token id {known}", f"{known} tokens"):
+            with refuses(UsageError, f"token id {known}", f"{known} embeddings"):
                 score([Tree(last, (last,)), tree])
 
 

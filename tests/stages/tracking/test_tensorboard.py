@@ -1,5 +1,7 @@
 """TensorBoard's files hold the metrics, each once, whatever became of who wrote them."""
 
+import time
+
 import pytest
 
 from align.stages.storage.run.run_folder import RunFolder
@@ -20,6 +22,8 @@ def killed(tmp_path):
     run.log_params({"lr": "1e-06", "model": "a|b", "lora": "False"})
     learn(run, range(1, 31))
     kill(run)
+    second = int(time.time())
+    wait_until(lambda: time.time() >= second + 1)  # files are read in the order of their seconds
     return folder, run
 
 
