@@ -176,25 +176,29 @@ def from_folder(
     # cuDNN plans each new batch shape on the CPU. With changing lengths, that took three quarters
     # of a training step on an H100; torch has other kernels.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    if options.device_map:
-        # A model on several devices imports DeepSpeed, which prints the accelerator it finds.
-        found = "cuda" if torch.cuda.is_available() else "cpu"
-        os.environ.setdefault("DS_ACCELERATOR", found)
+    # A model on several devices imports DeepSpeed, which prints the accelerator that it finds.
+    names_device = bool(options.device_map) and "DS_ACCELERATOR" not in os.environ
+    if names_device:
+        os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"
     cannot = f"{options.path}: the model cannot be loaded from config.json and its weights"
     remedy = "Check the folder, model.device_map and model.dtype."
-    with as_usage_error(cannot, remedy):
-        model, report = kind.from_pretrained(
-            options.path,
-            dtype=DTYPES[resolved.dtype],
-            attn_implementation=resolved.attention,
-            trust_remote_code=False,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported, and refused below with their names
-            **(packing or _unpacking(options.path)),
-            **({"device_map": options.device_map} if options.device_map else {}),
-        )
+    try:
+        with as_usage_error(cannot, remedy):
+            model, report = kind.from_pretrained(
+                options.path,
+                dtype=DTYPES[resolved.dtype],
+                attn_implementation=resolved.attention,
+                trust_remote_code=False,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported, and refused below with their names
+                **(packing or _unpacking(options.path)),
+                **({"device_map": options.device_map} if options.device_map else {}),
+            )
+    finally:
+        if names_device:
+            os.environ.pop("DS_ACCELERATOR", None)
     return model, _require_all_taken(options, report)
 
 
