@@ -50,7 +50,8 @@ def save_state(run: Run, state: State) -> str:
     )
     if not failure and world.rank == 0:
         _keep(run, state.step)
-    if world.rank == 0 and (took := time.monotonic() - began) > SLOW_SECONDS:
+    took = time.monotonic() - began
+    if world.rank == 0 and took > SLOW_SECONDS:
         logger.warning(
             "Saving took %.0f s, but launchers kill a run 30 s after asking it to stop. Save more "
             "often, or to a faster disk.",

@@ -56,10 +56,12 @@ def open_records(run: Run, progress: Progress) -> Iterator[RunRecords]:
         for path in folder.rows_written():
             from ...stages.report.visited_rows import cut_visits  # noqa: PLC0415 - only for margins
 
+            is_cut = False
             with log_failure(f"{path} is removed, and the report lacks its margins"):
                 cut_visits(path, keep_through)
-                continue
-            fs.unlink(path)
+                is_cut = True
+            if not is_cut:
+                fs.unlink(path)
         # The name: model, method and data; sweeps and rounds name their runs themselves.
         number = inherited(ROUND_TAG)
         data = f"round {number}" if number else data_of(run)
@@ -305,7 +307,8 @@ class RunRecords:
         self.step = state.step
         if not self._seeks_best:
             return
-        if (warning := why_unmeasured(self._run.config.train, metrics)) is not None:
+        warning = why_unmeasured(self._run.config.train, metrics)
+        if warning is not None:
             self._seeks_best = False
             if warning and self._run.world.rank == 0:
                 logger.warning("%s", warning)

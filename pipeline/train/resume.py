@@ -47,7 +47,8 @@ def open_folder(run: Run) -> Iterator[None]:
     """Owns the folder in the block, and finds the checkpoint to resume from."""
     world, folder, resumes = run.world, run.folder, run.config.train.resume == "auto"
     run.began = time.monotonic()  # clocks of machines differ
-    if run.remote and (machines := len({*gathered(world, socket.gethostname())})) > 1:
+    machines = len({*gathered(world, socket.gethostname())}) if run.remote else 1
+    if machines > 1:
         raise UsageError(
             f"{run.config.train.output}: the ranks are on {machines} machines, so checkpoints "
             "need a shared folder. Choose an --output there, and upload it afterwards."
@@ -145,7 +146,8 @@ def require_same_run(begun: RunIdentity, run: Run) -> dict[str, str]:
 
 def require_checkpoint_match(run: Run) -> None:
     """Refuses to resume with another policy or engine; then writes the run's settings."""
-    if (checkpoint := run.checkpoint) is not None:
+    checkpoint = run.checkpoint
+    if checkpoint is not None:
         run.changes += run_on_all_ranks(run.world, lambda: require_same_computing(checkpoint, run))
 
     def begin() -> None:

@@ -39,7 +39,9 @@ class RunDiff:
         rows = [
             [
                 UNITS.get(one.name, one.name),
-                *(f"{one.first:.4f}", f"{one.second:.4f}", f"{one.second - one.first:+.4f}"),
+                f"{one.first:.4f}",
+                f"{one.second:.4f}",
+                f"{one.second - one.first:+.4f}",
                 f"{one.low:+.4f} to {one.high:+.4f}",
             ]
             for one in (found.accuracy, found.gap)

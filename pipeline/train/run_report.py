@@ -42,8 +42,12 @@ logger = logging.getLogger("align")
 
 # Metrics with a line each, if the method reports them.
 SUMMARIZED = (
-    *("loss", "rewards/accuracies", "rewards/ties", "rewards/margins"),
-    *("log_odds/accuracy", "log_odds/ratio"),
+    "loss",
+    "rewards/accuracies",
+    "rewards/ties",
+    "rewards/margins",
+    "log_odds/accuracy",
+    "log_odds/ratio",
 )
 HOW = {
     "finished": "finished",
@@ -114,16 +118,13 @@ def write_report(root: Path) -> dict[str, str]:
         if REWARD in last.columns:
             note += " A reward is the value that the method's loss compares."
 
-    answers = [
-        {
-            "prompt": beginning(one["prompt"], MOST_SHOWN),
-            **{
-                f"{when}{'' if one[f'{when}_ended'] else ', cut'}": beginning(one[when], MOST_SHOWN)
-                for when in ("before", "after")
-            },
-        }
-        for one in read_answers(folder.answers).iter_rows(named=True)
-    ]
+    answers = []
+    for one in read_answers(folder.answers).iter_rows(named=True):
+        card = {"prompt": beginning(one["prompt"], MOST_SHOWN)}
+        for when in ("before", "after"):
+            heading = when if one[f"{when}_ended"] else f"{when}, cut"
+            card[heading] = beginning(one[when], MOST_SHOWN)
+        answers.append(card)
     used = {
         name: str(value)
         for name, value in without_secrets(settings).items()
@@ -171,11 +172,13 @@ def write_report(root: Path) -> dict[str, str]:
 def before_and_after(measured: Measured) -> list[list[str]]:
     """The main metrics, first and last, as a table; its head names the rows."""
     is_held_out = measured.rows == "held out"
-    prefix, rows = EVAL if is_held_out else "", []
+    prefix = EVAL if is_held_out else ""
+    rows = []
     for name in SUMMARIZED:
         moments = [one.get(f"{prefix}{name}") for one in (measured.before, measured.after)]
+        figures = ["-" if one is None else f"{one:z.4f}" for one in moments]
         if moments[0] is not None:
-            rows.append([name, *("-" if one is None else f"{one:z.4f}" for one in moments)])
+            rows.append([name, *figures])
     head = ["held-out rows", "before", "after"]
     if not is_held_out:
         head = ["training steps", "first", "last"]
@@ -188,8 +191,10 @@ def _lead(folder: RunFolder, ending: RunEnding | None, history: History, method:
     lines = [f"{method}, {counted(history.steps, 'steps')}, {how}.", *_notes_on(ending)]
     lines += [f"Resumed with a change: {change}." for change in (ending.changes if ending else ())]
     # Steps that were repeated after a resume may have been applied.
-    applied = curves(history.learned).get("step_applied", ())
-    if failed := sorted(_not_applied(folder) - {s for s, one in applied if one == 1}):
+    shares = curves(history.learned).get("step_applied", ())
+    applied = {step for step, share in shares if share == 1}
+    failed = sorted(_not_applied(folder) - applied)
+    if failed:
         shown = ", ".join(f"{step:,}" for step in failed[:10])
         more = f" and {len(failed) - 10:,} more" if len(failed) > 10 else ""
         lines.append(f"NaN or infinity: steps {shown}{more} were not applied (nonfinite.jsonl).")

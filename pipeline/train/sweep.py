@@ -110,14 +110,15 @@ def _naming(trial: Trial) -> Iterator[None]:
 def require_different(runs: Sequence[Run]) -> None:
     """Refuses equal values that are written differently, such as 0.1 and 0.10."""
     known: dict[frozenset[tuple[str, Any]], str] = {}
-    for config in [run.config for run in runs]:
-        settings = {**flatten(config), "train.output": ""}
+    for run in runs:
+        settings = {**flatten(run.config), "train.output": ""}
         values = frozenset(
             (name, repr(value) if isinstance(value, list | dict) else value)
             for name, value in settings.items()
         )
-        name = Path(config.train.output).name
-        if (other := known.setdefault(values, name)) != name:
+        name = Path(run.config.train.output).name
+        other = known.setdefault(values, name)
+        if other != name:
             raise UsageError(f"{other} and {name} would be the same run. Leave one of them out.")
 
 
@@ -221,7 +222,8 @@ def trials_of(methods: Sequence[str], varied: Mapping[str, Sequence[str]]) -> li
             chosen = [f"{key}={value}" for key, value in zip(own, values, strict=True)]
             name = re.sub(r"[^\w.+-]", "_", "-".join((objective.name, *values)))
             trial = Trial(name, (f"train.method={method}", *chosen))
-            if (other := trials.setdefault(name.casefold(), trial)) is not trial:
+            other = trials.setdefault(name.casefold(), trial)
+            if other is not trial:
                 raise UsageError(
                     f"{' '.join(other.settings)} and {' '.join(trial.settings)} would both be the "
                     f"run {name}. Leave one of them out."

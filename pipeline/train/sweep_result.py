@@ -18,7 +18,9 @@ PAGE = "sweep.html"
 # The title of a column, and the metric in it.
 FIGURES = {"loss": "loss", "acc.": "rewards/accuracies", "margin": "rewards/margins"}
 HEAD = (
-    *("run", "ending", "rows"),
+    "run",
+    "ending",
+    "rows",
     *(f"{one} {at}" for one in FIGURES for at in ("from", "to")),
     "duration",
 )

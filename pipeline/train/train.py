@@ -86,8 +86,9 @@ def train_in(run: Run, progress: Progress) -> Trained:
                 state, ending = learn(run, state)
             reason, model_step = "", None
             if ending == "finished":
-                is_early = state.step < run.total_steps
-                if is_early and (reason := why_over(state.best, run.config.train)):
+                if state.step < run.total_steps:
+                    reason = why_over(state.best, run.config.train)
+                if reason:
                     done = f"{state.step:,} of {run.total_steps:,} steps"
                     records.say(f"finished after {done}: {reason}")
                 # Imported late, because steps do not need it.

@@ -53,8 +53,17 @@ def summarize(folder: Cache) -> dict[str, Any]:
             role |= {"logps": None, "logps_per_token": None}
         by_role[Role(role.pop("role")).name.lower()] = role
     kept = (
-        *("root", "align_version", "model", "adapter", "reference_key", "rows_in", "rows"),
-        *("branches", "tokens", "notes", "fingerprint"),
+        "root",
+        "align_version",
+        "model",
+        "adapter",
+        "reference_key",
+        "rows_in",
+        "rows",
+        "branches",
+        "tokens",
+        "notes",
+        "fingerprint",
     )
     return {
         **{name: getattr(manifest, name) for name in kept},
@@ -178,18 +187,21 @@ def render(summary: Mapping[str, Any]) -> str:
     }
     cut = [("prompt", prompts["cut_rows"], summary["rows"], prompts)]
     cut += [(name, one["cut_branches"], one["branches"], one) for name, one in roles.items()]
-    truncation = grid(
-        ("", "cut", "share", "tokens cut", "share"),
-        [
-            (
-                *(name, f"{count:,}", share(count, whole), f"{one['cut_tokens']:,}"),
-                share(one["cut_tokens"], one["cut_tokens"] + one["tokens"]),
-            )
-            for name, count, whole, one in cut
-        ],
-    )
-    if not any(count for _, count, *_ in cut):
-        truncation = ["  nothing was cut"]
+    truncation = ["  nothing was cut"]
+    if any(count for _, count, _, _ in cut):
+        truncation = grid(
+            ("", "cut", "share", "tokens cut", "share"),
+            [
+                (
+                    name,
+                    f"{count:,}",
+                    share(count, whole),
+                    f"{one['cut_tokens']:,}",
+                    share(one["cut_tokens"], one["cut_tokens"] + one["tokens"]),
+                )
+                for name, count, whole, one in cut
+            ],
+        )
 
     logps = ["  none: the cache is not scored (cache.scored)"]
     if all(one["logps"] for one in roles.values()):
@@ -210,7 +222,8 @@ def render(summary: Mapping[str, Any]) -> str:
         for reason, count in sorted(summary["rejected"].items(), key=lambda item: -item[1])
     ]
     dropped = grid(("rejected", "rows", "share"), drops) if drops else ["  no row was dropped"]
-    if notes := [(worded(note), f"{count:,}") for note, count in summary["notes"].items()]:
+    notes = [(worded(note), f"{count:,}") for note, count in summary["notes"].items()]
+    if notes:
         dropped += ["", *grid(("noted, and kept", "count"), notes)]
     sections = {
         "Cache": facts(_cache_facts(summary)),
@@ -245,13 +258,15 @@ def _cache_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         about = f"{counted(entry['rows'], 'rows')}, {size(entry['bytes'])}"
         line = f"{entry['name']}  ({about}, sha256 {entry['sha256'][:12]})"
         found.append(("" if number else "inputs", line))
-    if (left := len(summary["inputs"]) - MOST_LISTED) > 0:
+    left = len(summary["inputs"]) - MOST_LISTED
+    if left > 0:
         found.append(("", f"and {counted(left, 'more files')}"))
     return found
 
 
 def _balance(summary: Mapping[str, Any]) -> list[str]:
-    pairs, weights, lines = summary["pairs"], summary["kto_weights"], []
+    pairs, weights = summary["pairs"], summary["kto_weights"]
+    lines = list[str]()
     if pairs:
         counts = {
             "reference prefers the rejected one": pairs["reference_prefers_rejected"],

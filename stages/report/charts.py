@@ -53,7 +53,9 @@ def chart(
         return ""
     steps, values = zip(*every, strict=True)
     x, y = _x_axis(steps), _y_axis(values, may_be_log=may_be_log)
-    keys, shapes, windows = dict[str, str](), [], set[int]()
+    keys = dict[str, str]()  # the form of each name in the legend
+    shapes = list[str]()
+    windows = set[int]()
     for number, points in drawable.items():
         one = series[number]
         if not points:
@@ -95,7 +97,8 @@ def histogram(
     counts = [np.histogram(values, edges)[0] for *_, values in kept]
     x = Axis(low, high, LEFT, WIDTH - RIGHT)
     y = Axis(0, 1.05 * max(int(one.max()) for one in counts), HEIGHT - BOTTOM, TOP)
-    keys, shapes = dict[str, str](), []
+    keys = dict[str, str]()
+    shapes = list[str]()
     for (name, color, values), heights in zip(kept, counts, strict=True):
         if values:
             outline = [*zip(np.repeat(edges, 2), [0, *np.repeat(heights, 2), 0], strict=True)]

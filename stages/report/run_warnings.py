@@ -48,7 +48,8 @@ class Measurements:
 def displacement(run: Measurements) -> str | None:
     """Chosen completions become less likely while margins grow."""
     ends = run.first_and_last()
-    if not ends or not (unit := unit_of(ends)):
+    unit = unit_of(ends) if ends else ""
+    if not ends or not unit:
         return None
     first, last = (_row_means(table, GOOD, "logp") for table in ends)
     both = first.join(last, on="row_id", suffix="_last")
@@ -105,9 +106,13 @@ def saturation(run: Measurements) -> str | None:
 
 def length(run: Measurements) -> str | None:
     """Pairs are right more often where their chosen side is the longer one."""
-    if not run.tables or not _has_both(last := run.tables[max(run.tables)]):
+    if not run.tables:
         return None
-    if (value := measure_of([last], {""})) == "logp":  # which is lower the longer a side is
+    last = run.tables[max(run.tables)]
+    if not _has_both(last):
+        return None
+    value = measure_of([last], {""})
+    if value == "logp":  # which is lower the longer a side is
         return None
     good, bad = (_row_means(last, roles, "tokens", value) for roles in (GOOD, BAD))
     pairs = good.join(bad, on="row_id", suffix="_bad")

@@ -34,13 +34,10 @@ MAX_PARAM, MAX_TAG, MAX_NAME, MAX_DIGEST = 6000, 5000, 500, 36
 MAX_FIELD = 2**31 - 1  # of a CSV file, in characters; Python's own is below that of a long prompt
 PATH_TAG = "align.path"
 STEP_TAG = "align.step"  # after which a model was written
-# Tags of MLflow's own: the text above a run, what its pages open an experiment with, and which
-# files of a run are drawn as tables.
-NOTE_TAG, KIND_TAG, TABLES_TAG = (
-    "mlflow.note.content",
-    "mlflow.experimentKind",
-    "mlflow.loggedArtifacts",
-)
+# Tags of MLflow's own.
+NOTE_TAG = "mlflow.note.content"  # the text above a run
+KIND_TAG = "mlflow.experimentKind"  # what its pages open an experiment with
+TABLES_TAG = "mlflow.loggedArtifacts"  # which files of a run are drawn as tables
 TRAINING_KIND = "custom_model_development"
 
 ANSWERS, EVALUATIONS = "answers.jsonl", "evaluations"
@@ -125,7 +122,8 @@ class MlflowTracker(Tracker):
         tags = {key_of(name): value for name, value in facts.tags.items()}
         if facts.description and not run.data.tags.get(NOTE_TAG):
             tags[NOTE_TAG] = facts.description
-        if not self._parent and (key := facts.tags.get(PARENT_TAG)):
+        key = facts.tags.get(PARENT_TAG)
+        if key and not self._parent:
             self._parent = self._find_run(run.info.experiment_id, key)
         if self._parent:
             tags["mlflow.parentRunId"] = self._parent

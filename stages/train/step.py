@@ -127,7 +127,8 @@ def completions_of(engine: DeepSpeedEngine, objective: Objective, batch: MicroBa
     with catching_out_of_memory(batch):
         outputs = {name: value.double() for name, value in engine.forward(batch.trees).items()}
     device, per_completion = outputs["logps"].device, objective.head == "score"
-    if (is_learned := rows.is_learned) is not None and not per_completion:
+    is_learned = rows.is_learned
+    if is_learned is not None and not per_completion:
         # Unlearned tokens are dropped here: sums, means and lengths are over the others.
         kept = on_device(np.flatnonzero(is_learned), device)
         outputs |= {name: value[kept] for name, value in outputs.items() if name != ROUTING}
@@ -273,8 +274,12 @@ class Sums:
         own += [_tensor_of(one.count, like) for one in found]
         known = [_tensor_of(value, like)[None] for values in state.values() for value in values]
         left = iter(torch.cat([engine.total(torch.stack(own)), *known]).tolist())
-        totals, counts = ([next(left) for _ in names] for _ in range(2))
-        means = {name: Mean(*one) for name, *one in zip(names, totals, counts, strict=True)}
+        totals = [next(left) for _ in names]
+        counts = [next(left) for _ in names]
+        means = {
+            name: Mean(total, count)
+            for name, total, count in zip(names, totals, counts, strict=True)
+        }
         after = {name: tuple(next(left) for _ in values) for name, values in state.items()}
         return {name: mean for name, mean in means.items() if mean.count}, after
 

@@ -94,8 +94,13 @@ def test_the_head_tells_a_run_from_others(whole_run, course, tmp_path):
     long = write_long_run(tmp_path / "run", steps=600, lr=2e-5, model="a/my-model/run").root
     write_report(long)
     for said in (
-        *("model my-model", "method kto", "first step 2026-11-18 11:06 UTC"),
-        *("duration 1 h 10 min", "learning rate 2.0e-5", "beta 0.1", "rows in a step 64"),
+        "model my-model",
+        "method kto",
+        "first step 2026-11-18 11:06 UTC",
+        "duration 1 h 10 min",
+        "learning rate 2.0e-5",
+        "beta 0.1",
+        "rows in a step 64",
     ):
         assert said in " ".join(words_of(long).split())
     (data,) = json.loads((course.cache / "manifest.json").read_text())["inputs"]
@@ -182,14 +187,12 @@ def test_text_is_written_where_it_is_asked_for_and_no_log_ratio_without_a_refere
     whole_run, course, tmp_path, world
 ):
     assert {"prompt", "completion"}.isdisjoint(lines_of(whole_run, 0)[0])
-    sets = ("--set", "train.eval_text=true", "--set", "train.eval_table=2")
     course.run(
         tmp_path / "run",
-        "--method",
-        "csft",
-        "--max-steps",
-        1,
-        *sets,
+        *("--method", "csft"),
+        *("--max-steps", 1),
+        *("--set", "train.eval_text=true"),
+        *("--set", "train.eval_table=2"),
         *("--set", "train.row_margins=false"),
     )
     lines = lines_of(tmp_path / "run", 0)

@@ -118,8 +118,13 @@ def test_a_chart_has_the_training_lines_of_all_runs_and_held_out_dots_over_them(
 @pytest.mark.parametrize(
     "texts",
     [
-        *([text] for text in ("method.beta", "=1", "method.beta=", "method.beta=1,,2")),
-        *(["train.method=dpo,kto"], ["train.output=a,b"], ["train.lr=1,2", "train.lr=3"]),
+        ["method.beta"],
+        ["=1"],
+        ["method.beta="],
+        ["method.beta=1,,2"],
+        ["train.method=dpo,kto"],
+        ["train.output=a,b"],
+        ["train.lr=1,2", "train.lr=3"],
     ],
 )
 def test_what_is_varied_has_a_name_and_values_and_is_set_by_nothing_else(texts):

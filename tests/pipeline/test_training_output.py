@@ -131,13 +131,16 @@ def test_its_card_names_everything_it_came_from(plain, course):
     assert (front["library_name"], front["base_model"]) == ("transformers", str(course.model))
     assert {"align", "kto"} <= set(front["tags"])
     for said in (
-        *(manifest["root"], manifest["fingerprint"]["model.weights"], str(course.model)),
-        *(
-            manifest["inputs"][0]["sha256"],
-            id_in(plain),
-            RunRecord.find(RunFolder(plain)).facts.key,
-        ),
-        *("| beta | 0.1 |", "| train.lr | 0.001 |", "24 rows seen out of 60", "| eval/loss | "),
+        manifest["root"],
+        manifest["fingerprint"]["model.weights"],
+        str(course.model),
+        manifest["inputs"][0]["sha256"],
+        id_in(plain),
+        RunRecord.find(RunFolder(plain)).facts.key,
+        "| beta | 0.1 |",
+        "| train.lr | 0.001 |",
+        "24 rows seen out of 60",
+        "| eval/loss | ",
         "<\\|im_end\\|> (1), as the chat template writes it |",
     ):
         assert said in card

@@ -123,11 +123,19 @@ class WandbServer:
         lines = [rows[place] for place in sorted(rows)]
         known = self.runs[run_id]
         return {
-            **{"id": run_id, "name": run_id, "displayName": known.get("displayName", run_id)},
-            **{"tags": [], "notes": known.get("notes", ""), "summaryMetrics": "{}"},
-            **{"config": known.get("config", "{}"), "wandbConfig": json.dumps({"t": 1})},
-            **{"logLineCount": 0, "eventsLineCount": 0, "historyLineCount": len(lines)},
-            **{"eventsTail": "[]", "historyTail": json.dumps(lines[-1:])},
+            "id": run_id,
+            "name": run_id,
+            "displayName": known.get("displayName", run_id),
+            "tags": [],
+            "notes": known.get("notes", ""),
+            "summaryMetrics": "{}",
+            "config": known.get("config", "{}"),
+            "wandbConfig": json.dumps({"t": 1}),
+            "logLineCount": 0,
+            "eventsLineCount": 0,
+            "historyLineCount": len(lines),
+            "eventsTail": "[]",
+            "historyTail": json.dumps(lines[-1:]),
         }
 
 

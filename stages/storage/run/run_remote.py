@@ -23,8 +23,17 @@ from .run_folder import RECORD_NAME, RunFolder, run_folder_of, trash_name
 
 MODELS = ("model", "model-merged")
 OURS = {
-    *("metrics.jsonl", "nonfinite.jsonl", "evaluations", "rows.parquet", "answers.jsonl"),
-    *("report.html", "config.yaml", "deepspeed.json", "checkpoints", "_align", *MODELS),
+    "metrics.jsonl",
+    "nonfinite.jsonl",
+    "evaluations",
+    "rows.parquet",
+    "answers.jsonl",
+    "report.html",
+    "config.yaml",
+    "deepspeed.json",
+    "checkpoints",
+    "_align",
+    *MODELS,
 }
 RECORD = re.compile(rf"checkpoints/step-[0-9]{{8,}}/{re.escape(RECORD_NAME)}")
 ENDING = "_align/ending.json"

@@ -125,13 +125,12 @@ def test_values_of_three_decades_stand_on_a_log_axis_where_it_is_allowed():
 
 
 def test_the_best_of_enough_evaluations_has_a_ring():
-    losses, accuracies = (
-        [(0, 0.7), (10, 0.4), (20, 0.3), (30, 0.35)],
-        [(0, 0.5), (9, 0.9), (10, 0.8)],
-    )
+    losses = [(0, 0.7), (10, 0.4), (20, 0.3), (30, 0.35)]
+    accuracies = [(0, 0.5), (9, 0.9), (10, 0.8)]
     held_out = {"loss": losses, "rewards/accuracies": accuracies}
     for metric, best, ring in (
-        *(("loss", "eval/loss", (20, 0.3)), ("loss", "+eval/loss", (0, 0.7))),
+        ("loss", "eval/loss", (20, 0.3)),
+        ("loss", "+eval/loss", (0, 0.7)),
         ("rewards/accuracies", "eval/rewards/accuracies", (9, 0.9)),
     ):
         figure = Drawn(curves_of({"title": (metric,)}, {}, held_out, best))
@@ -144,8 +143,11 @@ def test_the_best_of_enough_evaluations_has_a_ring():
 @pytest.mark.parametrize(
     ("low", "high", "ticks"),
     [
-        *((0, 1, ["0", "1"]), (0, 2, ["0", "1", "2"]), (0, 6, ["0", "2", "4", "6"])),
-        *((3, 3, ["2", "3", "4"]), (0, 1.5, ["0", "0.5", "1.0", "1.5"])),
+        (0, 1, ["0", "1"]),
+        (0, 2, ["0", "1", "2"]),
+        (0, 6, ["0", "2", "4", "6"]),
+        (3, 3, ["2", "3", "4"]),
+        (0, 1.5, ["0", "0.5", "1.0", "1.5"]),
         (0, 2e6, ["0", "500,000", "1.0e6", "1.5e6", "2.0e6"]),
         (0, 1.2e-6, ["0", "5e-7", "1.0e-6"]),
     ],

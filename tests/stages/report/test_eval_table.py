@@ -24,7 +24,6 @@ PAIRS = [
     sample(1, Role.REJECTED, 2, -3.25, -3.25),
 ]
 
-
 # As a method sees them that divides by the length of each.
 REWARDED = [replace(one, reward=(one.logp - one.reference_logp) / one.num_tokens) for one in PAIRS]
 
@@ -57,8 +56,20 @@ def test_it_is_read_back_as_it_was(table_of):
 @pytest.mark.parametrize(
     "text",
     [
-        *('He said "no",\nthen left', "one\rtwo", "\n\r", "x" * 200_000, " a,b ", "\u2028\x0b"),
-        *("- one\n- two", "=1+1", "+1", "-2.5", "@all", "\t=1", "\r=1", "'=1"),
+        'He said "no",\nthen left',
+        "one\rtwo",
+        "\n\r",
+        "x" * 200_000,
+        " a,b ",
+        "\u2028\x0b",
+        "- one\n- two",
+        "=1+1",
+        "+1",
+        "-2.5",
+        "@all",
+        "\t=1",
+        "\r=1",
+        "'=1",
     ],
 )
 def test_text_survives_whatever_it_is(tmp_path, text):
@@ -97,11 +108,15 @@ TABLE = "row,row_id,prompt_key,role,tokens"
 @pytest.mark.parametrize(
     ("read", "text"),
     [
-        *((read_samples, text) for text in ("row,role\n1,chosen\n", "", "caf\xe9")),
+        (read_samples, "row,role\n1,chosen\n"),
+        (read_samples, ""),
+        (read_samples, "caf\xe9"),
         (read_samples, f"{TABLE},log_ratio\nx,,,,,\n"),
         (read_samples, f"{TABLE},logp\n1,a,p,chosen\n"),
         (read_samples, f"{TABLE},logp\n1,a,p,chosen,2,-1.0,9\n"),
-        *((read_answers, text) for text in ('{"prompt": "a"}\n', "{", "caf\xe9")),
+        (read_answers, '{"prompt": "a"}\n'),
+        (read_answers, "{"),
+        (read_answers, "caf\xe9"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, read, text):
