@@ -18,7 +18,7 @@ from support.command import align, refusal
 from support.mlflow_runs import id_on_disk, run_of, stored
 from support.programs import said_by
 from support.stage_one import contents
-from support.tracked_training import journalled
+from support.tracked_training import logged_numbers
 
 
 def test_no_flag_is_needed_and_nothing_is_written_but_the_cache_and_the_store(journey):
@@ -184,9 +184,9 @@ def test_a_store_is_told_all_of_a_run_that_it_missed_and_nothing_twice(course, t
     run_id = id_on_disk(RunFolder(run))
     assert run_id in first.out
     assert "FINISHED" in first.out
-    assert f"{len(journalled(run))} numbers sent" in first.out
+    assert f"{len(logged_numbers(run))} numbers sent" in first.out
     assert "0 numbers sent" in align("mlflow-sync", run, "--uri", uri).out
-    assert stored(uri, run_id) == journalled(run)
+    assert stored(uri, run_id) == logged_numbers(run)
     assert run_of(uri, run_id).info.status == "FINISHED"
 
 

@@ -19,9 +19,9 @@ from support.refusals import refuses
 from support.tracked_training import (
     STEPS,
     begin,
-    journalled,
     kill,
     learn,
+    logged_numbers,
     run_folder,
     sync_run,
 )
@@ -53,11 +53,11 @@ def synced_exactly(folder, **where):
     """Sends the rest; doing it again changes nothing."""
     own = TrackingOptions(uri=RunRecord.find(folder).facts.stores["mlflow"].address)
     first = sync_run(folder.root, own, **where)
-    assert stored(first.uri, first.run_id) == journalled(folder.root)
+    assert stored(first.uri, first.run_id) == logged_numbers(folder.root)
     told = run_of(first.uri, first.run_id)
     second = sync_run(folder.root, own, **where)
     assert (second.run_id, second.numbers_sent) == (first.run_id, 0)
-    assert stored(first.uri, first.run_id) == journalled(folder.root)
+    assert stored(first.uri, first.run_id) == logged_numbers(folder.root)
     again = run_of(first.uri, first.run_id)
     assert again.data.to_dictionary() == told.data.to_dictionary()
     return first, told
@@ -86,7 +86,7 @@ def test_a_store_that_is_slow_or_deaf_holds_nothing_up_and_learns_all_later(
     assert len(warnings_in(caplog)) == 1
     synced, told = synced_exactly(folder, uri=mlflow_server.uri)
     if is_deaf:
-        assert synced.numbers_sent == len(journalled(folder.root)) == 2 * STEPS + 5
+        assert synced.numbers_sent == len(logged_numbers(folder.root)) == 2 * STEPS + 5
     assert (told.info.status, told.data.params) == ("FINISHED", {"lr": "0.1"})
     assert told.data.tags["align.method"] == "kto"
     assert len(told.inputs.dataset_inputs) == len(told.outputs.model_outputs) == 1
@@ -103,14 +103,14 @@ def test_a_server_that_comes_back_is_told_what_it_missed_and_one_that_dies_only_
     learn(run, range(20), at=(10, mlflow_server.break_down))
     wait_until(lambda: warnings_in(caplog))
     mlflow_server.mend()
-    wait_until(lambda: stored(mlflow_server.uri, id_of(run)) == journalled(folder.root))
+    wait_until(lambda: stored(mlflow_server.uri, id_of(run)) == logged_numbers(folder.root))
     held_nothing_up(learn(run, range(20, STEPS), at=(35, mlflow_server.stop)))
     end(run)
     assert len(warnings_in(caplog)) == 1
     mlflow_server.start()
     synced, told = synced_exactly(folder)
     assert synced.run_id == id_of(run)
-    assert 0 < synced.numbers_sent < len(journalled(folder.root))
+    assert 0 < synced.numbers_sent < len(logged_numbers(folder.root))
     assert told.info.status == "FINISHED"
 
 

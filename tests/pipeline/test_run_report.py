@@ -276,14 +276,10 @@ def test_a_run_is_ahead_by_prompts_not_by_the_rows_of_one(whole_run, tmp_path):
     """A alone is right on 12 prompts of one row, B alone on one prompt of 20 rows."""
     names = [f"r{number:02}" for number in range(32)]
     prompts = dict.fromkeys(names[12:], "one")
-    few, many = (
-        with_margins(
-            *(whole_run, tmp_path / folder),
-            {name: 1.0 if (name in prompts) == is_many else -1.0 for name in names},
-            prompts,
-        )
-        for folder, is_many in (("few", False), ("many", True))
-    )
+    of_few = {name: -1.0 if name in prompts else 1.0 for name in names}
+    of_many = {name: 1.0 if name in prompts else -1.0 for name in names}
+    few = with_margins(whole_run, tmp_path / "few", of_few, prompts)
+    many = with_margins(whole_run, tmp_path / "many", of_many, prompts)
     text = diff_runs(few, many).text()
     require_names(text, "A: 12", "B: 1", f"{28 / 8192:.3g}")
     assert re.search(r"\b([AB]) is right", text)[1] == "A"

@@ -26,7 +26,7 @@ from support.command import refusal
 from support.mlflow_runs import id_on_disk, open_store, run_of, stored
 from support.refusals import require_names
 from support.stage_one import contents
-from support.tracked_training import begin, journalled, run_folder
+from support.tracked_training import begin, logged_numbers, run_folder
 from support.trainings import weights
 
 TOKENS = 6
@@ -215,8 +215,8 @@ def test_its_config_file_makes_the_same_model_again(plain, course, tmp_path):
 
 def test_mlflow_knows_every_number_the_settings_and_what_a_person_looks_at(plain, course):
     run_id = id_in(plain)
-    assert stored(store_of(plain), run_id) == journalled(plain)
-    names = {name for name, *_ in journalled(plain)}
+    assert stored(store_of(plain), run_id) == logged_numbers(plain)
+    names = {name for name, *_ in logged_numbers(plain)}
     assert {"loss", "lr", "grad_norm", "kl/raw", "speed/tokens_per_second", "eval/loss"} <= names
     told = run_of(store_of(plain), run_id)
     manifest = Cache(course.cache).manifest()

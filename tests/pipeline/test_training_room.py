@@ -121,8 +121,8 @@ def test_an_evaluation_is_on_the_disk_before_its_checkpoint_knows_of_it(
         synced[os.fstat(file).st_ino] = os.fstat(file).st_size
 
     def watched_save(folder, record, *others, **more):
-        journal = folder.metrics.stat()
-        known.append((record.state.evaluated, synced.get(journal.st_ino) == journal.st_size))
+        metrics = folder.metrics.stat()
+        known.append((record.state.evaluated, synced.get(metrics.st_ino) == metrics.st_size))
         return save(folder, record, *others, **more)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)

@@ -23,7 +23,7 @@ def scalars(run):
     )
 
 
-def journalled(root):
+def logged_numbers(root):
     """The same of every number that was measured, rounded to 32 bits."""
     return sorted((name, step, float(np.float32(v)), when) for name, step, v, when in timed(root))
 

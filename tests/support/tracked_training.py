@@ -51,7 +51,7 @@ def kill(run):
         uploader.thread.join(PATIENCE)
 
 
-def journalled(root):
+def logged_numbers(root):
     """Every number that was measured."""
     return sorted((key, step, value) for key, step, value, _ in timed(root))
 

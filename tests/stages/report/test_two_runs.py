@@ -91,7 +91,7 @@ def test_a_clear_difference_is_told():
     names = [f"r{number:03}" for number in range(120)]
     prompts = {name: name[:3] for name in names}
     wrong = table([(name, 0, 1) for name in names], prompts=prompts)
-    sides = [(name, *((1, 0) if number % 3 else (0, 1))) for number, name in enumerate(names)]
+    sides = [(name, 1, 0) if number % 3 else (name, 0, 1) for number, name in enumerate(names)]
     better = table(sides, prompts=prompts)
     found = compare(wrong, better)
     assert found.p_value < ALPHA
@@ -120,11 +120,9 @@ def test_the_run_that_is_right_on_more_prompts_is_ahead_however_many_rows_one_pr
     """12 prompts of one row against one of 20: chance is 2 (1 + 13) / 2 ** 13."""
     names = [f"r{number:02}" for number in range(32)]
     prompts = dict.fromkeys(names[12:], "one")
-    ends = ((1, 0), (0, 1))
-    few, many = (
-        table([(name, *ends[(name in prompts) == is_few]) for name in names], prompts=prompts)
-        for is_few in (True, False)
-    )
+    of_few = [(name, 0, 1) if name in prompts else (name, 1, 0) for name in names]
+    of_many = [(name, 1, 0) if name in prompts else (name, 0, 1) for name in names]
+    few, many = table(of_few, prompts=prompts), table(of_many, prompts=prompts)
     found = compare(few, many)
     assert (len(found.lost), len(found.gained)) == (12, 20)
     assert (found.prompts_lost, found.prompts_gained) == (12, 1)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 
 import pytest
 
@@ -17,10 +18,10 @@ def _path(tmp_path):
 
 
 def write(path, steps, *, keep_through=-1):
-    journal = MetricsLog(path, kept_lines(path, keep_through=keep_through)[0])
+    log = MetricsLog(path, kept_lines(path, keep_through=keep_through)[0])
     for step in steps:
-        journal.append({"loss": step / 4, "eval/loss": 1.0}, step=step)
-    journal.close()
+        log.append({"loss": step / 4, "eval/loss": 1.0}, step=step)
+    log.close()
 
 
 def lines(path):
@@ -36,14 +37,14 @@ def without_times(path):
 
 
 def test_a_line_is_there_as_soon_as_it_is_logged_without_what_is_not_finite(path):
-    journal = MetricsLog(path)
-    journal.append({"loss": 0.25, "odd@name": 1.0, "a//b": 2.0}, step=1)
+    log = MetricsLog(path)
+    log.append({"loss": 0.25, "odd@name": 1.0, "a//b": 2.0}, step=1)
     assert without_times(path) == [{"step": 1, "loss": 0.25, "odd_name": 1.0, "a/b": 2.0}]
-    journal.append(dict(zip("abc", map(float, ("nan", "inf", "-inf")), strict=True)), step=2)
+    log.append({"a": math.nan, "b": math.inf, "c": -math.inf}, step=2)
     first, second = lines(path)
     assert second.keys() == {"step", "time"}
     assert 1.7e9 < first["time"] <= second["time"]
-    journal.close()
+    log.close()
 
 
 def test_a_resume_keeps_the_bytes_through_its_step_and_a_new_run_none(path, tmp_path):
@@ -59,12 +60,12 @@ def test_a_resume_keeps_the_bytes_through_its_step_and_a_new_run_none(path, tmp_
 
 @pytest.mark.parametrize(("is_evaluated", "left"), [(True, [2, 3, 3]), (False, [2, 3])])
 def test_an_evaluation_its_checkpoint_does_not_know_is_dropped(path, is_evaluated, left):
-    journal = MetricsLog(path)
+    log = MetricsLog(path)
     for step in (2, 3, 4):
-        journal.append({"loss": 1.0}, step=step)
+        log.append({"loss": 1.0}, step=step)
         if step == 3:
-            journal.append({"eval/loss": 1.0}, step=step)
-    journal.close()
+            log.append({"eval/loss": 1.0}, step=step)
+    log.close()
     kept, dropped = kept_lines(path, keep_through=3, is_evaluated=is_evaluated)
     MetricsLog(path, kept).close()
     assert steps(path) == left
@@ -88,14 +89,14 @@ def test_lines_nobody_can_read_are_dropped_with_a_warning(path, junk, caplog):
     write(path, [1, 2])
     first, second = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([first, junk, second, b""]))
-    assert [entry.step for entry in read_metrics(path)] == [1, 2]
+    assert [line.step for line in read_metrics(path)] == [1, 2]
     assert caplog.text.count("1 lines") == 1
     write(path, [3], keep_through=2)
     assert steps(path) == [1, 2, 3]
     assert caplog.text.count("1 lines") == 2
 
 
-def test_entries_are_read_from_any_whole_line_on(path):
+def test_lines_are_read_from_any_whole_line_on(path):
     write(path, [1, 2, 3])
     first = next(read_metrics(path))
     assert first.metrics == {"loss": 0.25, "eval/loss": 1.0}
@@ -104,17 +105,17 @@ def test_entries_are_read_from_any_whole_line_on(path):
     with path.open("ab") as file:
         file.write(b'{"step":4,"ti')
     rest = [*read_metrics(path, first.end)]
-    assert [entry.step for entry in rest] == [2, 3]
+    assert [line.step for line in rest] == [2, 3]
     assert rest[-1].end == whole
 
 
 def test_lines_survive_a_power_loss_once_they_are_synced(path):
     seen = []
     with disk_faults.watch(lambda op: seen.append(op.name)):
-        journal = MetricsLog(path)
-        journal.append({"a": 1.0}, step=1)
-        journal.sync()
-        journal.close()
+        log = MetricsLog(path)
+        log.append({"a": 1.0}, step=1)
+        log.sync()
+        log.close()
     assert seen == ["fsync", "fsync_folder"]
 
 

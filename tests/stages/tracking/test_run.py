@@ -50,7 +50,7 @@ from support.mlflow_runs import (
 )
 from support.patience import PATIENCE, wait_until
 from support.refusals import refuses
-from support.tracked_training import begin, journalled, kill, learn, run_folder, sync_run
+from support.tracked_training import begin, kill, learn, logged_numbers, run_folder, sync_run
 from support.trainings import KILLED
 
 pytestmark = pytest.mark.usefixtures("no_mlflow_settings")
@@ -106,7 +106,7 @@ def test_a_run_that_goes_on_is_the_same_run_even_while_mlflow_is_left_out(uri, t
     told = run_of(uri, name)
     assert told.info.status == "FINISHED"
     assert (told.data.params["lr"], told.data.tags["changed.lr"]) == ("0.1", "0.3")
-    assert stored(uri, name) == journalled(folder.root)
+    assert stored(uri, name) == logged_numbers(folder.root)
     assert REPLACES_TAG not in told.data.tags
     assert (told.info.run_name, told.data.tags[NOTE_TAG]) == ("train", "What I made of it.")
 
@@ -114,7 +114,7 @@ def test_a_run_that_goes_on_is_the_same_run_even_while_mlflow_is_left_out(uri, t
     last = begin(folder, elsewhere, keep_through=50)
     last.finish("FINISHED")
     assert id_of(last) != name
-    assert stored(elsewhere, id_of(last)) == journalled(folder.root)
+    assert stored(elsewhere, id_of(last)) == logged_numbers(folder.root)
     assert run_of(elsewhere, id_of(last)).data.tags[NOTE_TAG] == "What it was begun for."
 
 
@@ -124,7 +124,7 @@ def test_steps_that_are_trained_again_are_in_the_same_run_as_first_measured(uri,
     folder = run_folder(tmp_path)
     first = begin(folder, uri)
     learn(first, range(1, 31))
-    before = journalled(folder.root)
+    before = logged_numbers(folder.root)
     if how == "killed":  # once MLflow has heard all of it
         kill(first)
         assert run_of(uri, id_of(first)).info.status == "RUNNING"
@@ -155,7 +155,7 @@ def test_steps_that_are_trained_again_by_other_settings_are_in_a_run_of_their_ow
     first = begin(folder, uri)
     first.log_params({"lr": "0.1"})
     learn(first, range(1, 31))
-    wait_until(lambda: len(stored(uri, id_of(first))) == len(journalled(folder.root)))
+    wait_until(lambda: len(stored(uri, id_of(first))) == len(logged_numbers(folder.root)))
     kill(first)
     replaced = key_of(first)
 
@@ -173,7 +173,7 @@ def test_steps_that_are_trained_again_by_other_settings_are_in_a_run_of_their_ow
         second.log_metrics({"loss": 100.0 + step}, step=step)
     second.finish("FINISHED")
     assert id_of(second) != id_of(first)
-    assert stored(uri, id_of(second)) == journalled(folder.root)
+    assert stored(uri, id_of(second)) == logged_numbers(folder.root)
     told = run_of(uri, id_of(second)).data
     assert told.tags[REPLACES_TAG] == replaced
     assert (told.params["lr"], told.tags.get("changed.lr")) == (
@@ -466,7 +466,7 @@ def test_a_damaged_line_that_is_cut_out_shifts_no_other(uri, tmp_path):
     second = begin(folder, uri, keep_through=10)
     learn(second, range(11, 21))
     second.finish("FINISHED")
-    assert {*journalled(folder.root)} <= {*stored(uri, id_of(second))}
+    assert {*logged_numbers(folder.root)} <= {*stored(uri, id_of(second))}
 
 
 def test_a_record_that_was_removed_by_hand_makes_another_run_with_all_lines(uri, tmp_path):
@@ -485,7 +485,7 @@ def test_a_record_that_was_removed_by_hand_makes_another_run_with_all_lines(uri,
     learn(second, range(31, 36))
     second.finish("FINISHED")
     assert id_of(second) not in ("", id_of(first))
-    assert stored(uri, id_of(second)) == journalled(folder.root)
+    assert stored(uri, id_of(second)) == logged_numbers(folder.root)
 
 
 def test_a_run_without_trackers_has_no_record(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking.tensorboard_tracker import FOLDER, table
 from support.patience import wait_until
-from support.tensorboard_runs import TensorboardStore, hparams, journalled, scalars
+from support.tensorboard_runs import TensorboardStore, hparams, logged_numbers, scalars
 from support.tracked_training import begin, kill, learn, run_folder
 
 ALONE = ["tensorboard"]
@@ -37,7 +37,7 @@ def test_a_resumed_run_is_one_with_each_number_at_its_step_and_time(killed, tmp_
     """Its last event was torn off, and its folder is elsewhere by then."""
     folder, first = killed
     shown = the_run(folder)
-    assert scalars(shown) == journalled(folder.root)
+    assert scalars(shown) == logged_numbers(folder.root)
     assert len(scalars(shown)) == 30 * 2 + 3
     (events,) = shown.iterdir()
     events.write_bytes(events.read_bytes() + events.read_bytes()[-100:-7])
@@ -48,7 +48,7 @@ def test_a_resumed_run_is_one_with_each_number_at_its_step_and_time(killed, tmp_
     learn(second, range(31, 41))
     second.finish("FINISHED")
     assert second.run_ids == first.run_ids == {"tensorboard": the_run(folder).name}
-    assert scalars(shown) == journalled(folder.root)
+    assert scalars(shown) == logged_numbers(folder.root)
     assert TensorboardStore(folder.root).told(shown.name).status == "FINISHED"
     assert hparams(shown) == {"lr": 1e-6, "model": "a|b", "lora": False}
     assert not (folder.root / "mlflow.db").exists()
@@ -62,7 +62,7 @@ def test_steps_that_are_trained_again_are_shown_once_as_they_are_in_the_metrics(
         second.log_metrics({"loss": 100.0 + step}, step=step)
     second.finish("KILLED")
     assert second.run_ids == first.run_ids
-    assert scalars(the_run(folder)) == journalled(folder.root)
+    assert scalars(the_run(folder)) == logged_numbers(folder.root)
     assert ("loss", 25, 125.0) in [one[:3] for one in scalars(the_run(folder))]
 
 
