@@ -19,7 +19,6 @@ from .flags import ConfigFile, SettingsCommand, settings_of, shared_work, takes_
 from .terminal import SafeGroup, begin_work, say, say_made, say_once, say_row
 
 if TYPE_CHECKING:
-    from ...schemas.config import ModelOptions
     from ..options.settings import Settings
 
 app = typer.Typer(
@@ -178,14 +177,9 @@ def score(context: typer.Context, data: Data = None, part: Part = None) -> None:
     config, own_part = shared_work(context, part, data=data)
     if not config.rewards.model:
         raise UsageError("No reward model. Pass --reward-model DIR.")
-    from ...stages.model.reference import HfReward
-    from ...stages.storage.disk.digests import own_digests
-    from ..tables.score_rewards import rewards_from_model
+    from ..tables.score_rewards import open_reward_model, rewards_from_model
 
-    def reward(options: ModelOptions) -> HfReward:
-        return HfReward(options, own_digests())
-
-    say_made(rewards_from_model(config, reward, progress=begin_work(), part=own_part))
+    say_made(rewards_from_model(config, open_reward_model, progress=begin_work(), part=own_part))
 
 
 @command("Data and cache", "align check data.jsonl --model DIR")

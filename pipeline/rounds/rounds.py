@@ -151,11 +151,14 @@ def _finished(rounds: Rounds) -> list[Finished]:
             fs.remove_tree(rounds.folder(1) / "cache")
     if begun != now:
         BEGUN.replace(root / "rounds.json", now)
-    if lines and digest_of_model(policy := rounds.policy(len(lines) - 1)) != lines[-1].model:
-        raise CorruptionError(
-            f"{policy.path} is not the model that round {len(lines) - 1} has trained. Restore it "
-            "from a copy, or choose another --output."
-        )
+    if lines:
+        last = len(lines) - 1
+        policy = rounds.policy(last)
+        if digest_of_model(policy) != lines[last].model:
+            raise CorruptionError(
+                f"{policy.path} is not the model that round {last} has trained. Restore it from a "
+                "copy, or choose another --output."
+            )
     return lines
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from ...schemas.config import Config, ModelOptions
 from ...schemas.errors import UsageError
 from ...schemas.json_codec import digest
-from ...schemas.round_options import ServerOptions
 from ...schemas.samples import Prompt, Sampler
 from ...stages.judge.verifiers import verifier_of
 from ...stages.methods.objective import Objective
@@ -29,7 +28,7 @@ from ..precompute.opening import require_model
 from ..tables.judge import CHECKS, LANGUAGE, require_judge
 from ..tables.judges import ADDED
 from ..tables.language_judge import judge_sampler
-from ..tables.samplers import require_sampled_model, sampling_of
+from ..tables.samplers import require_openai, sampling_of
 from .round_prompts import split_prompts
 
 
@@ -103,12 +102,11 @@ def _require_settings(config: Config, objective: Objective) -> None:
     require_judge(config)
     if rounds.serve:
         command_of(rounds.serve, "MODEL", 0)
-        require_sampled_model(config.model, ServerOptions(url="its own"))  # by the same client
+        require_openai()
     if lora.enabled:
         require_peft()
     drawn = sampling_of(config.sample).drawing
     require_own_samples(objective, "the rounds", [drawn], may_differ=train.other_sampling)
-    is_above = not train.eval_fraction or train.eval_fraction > rounds.eval_fraction
     needs, method = objective.needs, objective.name
     for is_wrong, why in (
         (
@@ -122,7 +120,7 @@ def _require_settings(config: Config, objective: Objective) -> None:
             "train.eval_cache: each round has its own cache. Use rounds.eval_fraction.",
         ),
         (
-            not is_above,
+            0 < train.eval_fraction <= rounds.eval_fraction,
             "train.eval_fraction would hold out nothing: by the same hash rounds.eval_fraction "
             f"({rounds.eval_fraction}) holds out these prompts already. Set it to 0, or above.",
         ),

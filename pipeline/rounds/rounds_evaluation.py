@@ -37,7 +37,8 @@ def evaluate(rounds: Rounds, number: int, *, progress: Progress) -> dict[str, fl
     ours = sampled(number) if compares else judged(number, "eval-judged")
     found = answering(ours)
     found["length_growth"] = found["tokens"] / max(answering(sampled(0))["tokens"], 1.0)
-    for name, other in {"first": 0, "previous": number - 1}.items() if number else ():
+    others = {"first": 0, "previous": number - 1} if number else {}
+    for name, other in others.items():
         if compares:
             against = str(rounds.folder(other) / "eval-samples")
             versus = win_rate(judged(number, f"eval-against-{name}", against))

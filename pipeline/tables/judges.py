@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, TypeAlias
 
 import polars as pl
@@ -136,7 +137,7 @@ def read_gold(name: str, data: DataOptions) -> tuple[list[Pair], Sequence[str], 
     pairs = []
     left_out = 0
     seen: Counter[str] = Counter()
-    for cells in (cells for file in inputs for cells in rows_of(file, columns)):
+    for cells in chain.from_iterable(rows_of(file, columns) for file in inputs):
         record = record_of(cells, shape, file=0, row=0)
         pair = _better_and_worse(record) if isinstance(record, Record) else None
         if isinstance(cells, BadRow) or not isinstance(record, Record) or not pair:

@@ -205,17 +205,14 @@ class Asker:
         self.opened = self.opened or self.sampler.open(self.sampling)
         for group in self.opened.sample([*wanted.values()]):
             samples = [one for one in group if isinstance(one, Sample)]
-            given = {
-                key: {name: getattr(one, name) for name in KEPT}
-                for one in samples
-                for key in keys[one.prompt]
-            }
-            refused = {
-                key: one.reason
-                for one in group
-                if isinstance(one, Refused)
-                for key in keys[one.prompt]
-            }
+            given: dict[str, dict[str, Any]] = {}
+            for sample in samples:
+                answer = {name: getattr(sample, name) for name in KEPT}
+                given |= dict.fromkeys(keys[sample.prompt], answer)
+            refused: dict[str, str] = {}
+            for one in group:
+                if isinstance(one, Refused):
+                    refused |= dict.fromkeys(keys[one.prompt], one.reason)
             answers.add(given, refused)
             tokens = sum(one.completion_tokens for one in samples)
             judging.tally.new += len(given)

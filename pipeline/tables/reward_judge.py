@@ -8,18 +8,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from ...schemas.config import CacheOptions, Config, ModelOptions
+from ...schemas.config import CacheOptions, Config
 from ...schemas.data_options import DataOptions
 from ...schemas.errors import UsageError, os_errors_as_storage_errors
 from ...schemas.json_codec import digest
-from ...stages.model.reference import HfReward
 from ...stages.storage.disk import fs
-from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.output_folder import SCORES
 from ...stages.storage.tables import TableFolder
 from ..jobs.object_inputs import local_model
 from .judges import Candidate, Columns, Judge, Judging, OthersAreNotDone
-from .score_rewards import score_data
+from .score_rewards import open_reward_model, score_data
 
 OPTIONAL = ("tools", "chat_template_kwargs")
 
@@ -30,12 +28,8 @@ def reward_judge(config: Config) -> Judge:
         raise UsageError("judge.by reward: name the reward model by --reward-model DIR.")
     rewards = replace(config.rewards, model=local_model(config.rewards.model))
     model = replace(config.model, path=rewards.model, adapter="")
-    name = digest(dict(_reward(model).identity()))
+    name = digest(dict(open_reward_model(model).identity()))
     return Judge({"judge": name}, partial(_columns, replace(config, rewards=rewards), name))
-
-
-def _reward(options: ModelOptions) -> HfReward:
-    return HfReward(options, own_digests())
 
 
 def _columns(
@@ -82,7 +76,7 @@ def _columns(
             tracking=config.tracking.none(),  # the judge has a run of its own
         ),
         folder / SCORES,
-        _reward,
+        open_reward_model,
         progress=judging.progress,
         part=judging.part,
     )

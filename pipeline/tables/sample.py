@@ -83,7 +83,8 @@ def sample(
     asked = _read(config, sampler)
     folder = TableFolder.at(options.output, "samples")
     sampling, identity = sampling_of(options), dict(sampler.identity())
-    settings = {**asdict(sampling), "n": options.n, "model": identity}
+    numbers = {**asdict(sampling), "n": options.n}
+    settings = {**numbers, "model": identity}
     keys = {
         prompt: [sample_key(prompt, number, sampling, identity) for number in range(options.n)]
         for prompt in asked.prompts
@@ -99,7 +100,6 @@ def sample(
     named = config.server.model if config.server.url else config.model.path
     name = run_name(named, "sample", data_name(config.data.files))
     with working(folder, "sample", config.tracking, part, name=name, kept=tally.text) as run:
-        numbers = {**asdict(sampling), "n": options.n}
         params = {f"sample.{name}": str(value) for name, value in numbers.items()}
         run.log_params({**params, **identity})
         files = ", ".join(config.data.files)
@@ -150,7 +150,8 @@ def _draw(
     places = {key: (one, n) for one in prompts for n, key in enumerate(keys[one.key])}
     for missing in unknown(answers, [*places], sampler=sampler, progress=progress):
         wanted: dict[str, Wanted] = {}
-        for prompt, number in map(places.__getitem__, missing):
+        for key in missing:
+            prompt, number = places[key]
             found = wanted.get(prompt.key, Wanted(prompt, ()))
             wanted[prompt.key] = Wanted(prompt, (*found.numbers, number))
         opened = opened or sampler.open(sampling)
@@ -288,7 +289,7 @@ def _published(
             "prompt_tokens": sum(one.prompt_tokens for one in drawn if one.number == 0),
             "completion_tokens": sum(one.completion_tokens for one in drawn),
         },
-        sampling=Drawing(*(settings[name] for name in ("temperature", "top_p", "top_k"))),
+        sampling=Drawing(settings["temperature"], settings["top_p"], settings["top_k"]),
     )
 
 

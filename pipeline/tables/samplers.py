@@ -84,14 +84,20 @@ def sampler_of(
 
 def require_sampled_model(model: ModelOptions, server: ServerOptions) -> None:
     """Refuses settings that name no model which samples can be drawn from."""
-    if server.url and find_spec("openai") is None:
+    if server.url:
+        require_openai()
+    elif not model.path:
+        raise UsageError(
+            "No model to sample from. Pass --model DIR, or --server URL for one behind a server."
+        )
+
+
+def require_openai() -> None:
+    """Refuses to ask a server without the package of its client."""
+    if find_spec("openai") is None:
         raise UsageError(
             "server.url needs the package openai. Install it: "
             "pip install 'align-cached-reference[server]'"
-        )
-    if not (server.url or model.path):
-        raise UsageError(
-            "No model to sample from. Pass --model DIR, or --server URL for one behind a server."
         )
 
 

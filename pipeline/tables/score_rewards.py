@@ -19,8 +19,10 @@ from ...stages.data.cells import Wrapping
 from ...stages.data.columns import common_shape, not_read
 from ...stages.data.files import digested, inputs_of, require_unchanged
 from ...stages.data.records import read_records
+from ...stages.model.reference import HfReward
 from ...stages.storage.cache import Cache
 from ...stages.storage.disk import fs
+from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.locations import require_on_disk
 from ...stages.storage.output_folder import SCORES, OutputFolder
 from ...stages.storage.shards import read_shard
@@ -33,6 +35,11 @@ from .table_inputs import given_to_template, plain
 
 ROWS = "rows.jsonl"
 NO_MORE: tuple[int, int, list[float]] = (-1, -1, [])  # behind the last row with scores
+
+
+def open_reward_model(options: ModelOptions) -> HfReward:
+    """A reward model, whose weights are not loaded yet."""
+    return HfReward(options, own_digests())
 
 
 def rewards_from_model(

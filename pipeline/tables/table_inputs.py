@@ -80,7 +80,8 @@ def samples_of(records: Iterable[Record]) -> pl.DataFrame:
     answers: dict[str, list[tuple[Text, float | None]]] = {}
     for record in records:
         prompt = Prompt(record.prompt, record.tools, record.template_options)
-        prompts.setdefault(key := prompt.key, prompt)
+        key = prompt.key
+        prompts.setdefault(key, prompt)
         answers.setdefault(key, []).extend(zip(record.completions, record.scores, strict=True))
     rows = [
         (key, number, completion, score)

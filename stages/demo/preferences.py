@@ -21,8 +21,14 @@ REPEATED_SHARE = 0.15  # of the rows: those that repeat an earlier question
 REMEMBERED_PROMPTS = 64
 
 GREETINGS = (
-    *("", "", ""),
-    *("Hello! ", "Hi there. ", "Good morning! ", "Quick question: ", "Excuse me, "),
+    "",
+    "",
+    "",
+    "Hello! ",
+    "Hi there. ",
+    "Good morning! ",
+    "Quick question: ",
+    "Excuse me, ",
 )
 FOLLOW_UPS = ("Thanks! ", "And one more: ", "Next question. ", "Great. ")
 SYSTEMS = (

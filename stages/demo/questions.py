@@ -46,8 +46,13 @@ def _fact(rng: Random) -> Question:
 
 def _answered(ask: str, statement: str, right: object, wrong: object) -> Question:
     """A question whose answers end with a value."""
-    long = [f"{statement} {value}." for value in (right, wrong)]
-    return Question(ask, *long, *(f"It is {value}." for value in (right, wrong)))
+    return Question(
+        ask=ask,
+        right=f"{statement} {right}.",
+        wrong=f"{statement} {wrong}.",
+        short_right=f"It is {right}.",
+        short_wrong=f"It is {wrong}.",
+    )
 
 
 def _story(rng: Random) -> Question:

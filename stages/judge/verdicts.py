@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 Verdict: TypeAlias = Literal["A", "B", "tie"]
 Winner: TypeAlias = Literal["first", "second", "tie"]
@@ -33,8 +33,7 @@ def score_in(answer: Mapping[str, Any]) -> int | None:
 
 def verdict_in(answer: Mapping[str, Any]) -> Verdict | None:
     """The verdict at the end of an answer; None for a refusal."""
-    found = _last_line(answer, _VERDICT)
-    return None if found is None else "A" if found == "A" else "B" if found == "B" else "tie"
+    return cast("Verdict | None", _last_line(answer, _VERDICT))
 
 
 def _last_line(answer: Mapping[str, Any], form: re.Pattern[str]) -> str | None:
@@ -57,8 +56,11 @@ class Compared:
         """The text that is preferred in both orders; a tie where they disagree."""
         if self.forward is None or self.backward is None:
             return None
-        both = (self.forward, self.backward)
-        return "first" if both == ("A", "B") else "second" if both == ("B", "A") else "tie"
+        if (self.forward, self.backward) == ("A", "B"):
+            return "first"
+        if (self.forward, self.backward) == ("B", "A"):
+            return "second"
+        return "tie"
 
     @property
     def flips(self) -> bool:

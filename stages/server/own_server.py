@@ -17,7 +17,6 @@ from pathlib import Path
 from ...schemas.errors import ServerError, UsageError
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")  # JSON in a word of the command is none
-PLACEHOLDERS = ("model", "port")
 GUARD = Path(__file__).with_name("guard.py")
 HOST = "127.0.0.1"
 BETWEEN_LOOKS = 0.2  # seconds
@@ -26,11 +25,11 @@ LAST_LINES = 5  # of the log
 
 def command_of(serve: str, model: str, port: int) -> list[str]:
     """The words of the command, with the model's folder and the port in place."""
-    values = dict(zip(PLACEHOLDERS, (model, str(port)), strict=True))
+    values = {"model": model, "port": str(port)}
     names = {*PLACEHOLDER.findall(serve)}
-    if names != {*PLACEHOLDERS}:
-        said = [f"{{{name}}} is unknown" for name in sorted(names.difference(PLACEHOLDERS))]
-        said += [f"{{{name}}} is missing" for name in PLACEHOLDERS if name not in names]
+    if names != values.keys():
+        said = [f"{{{name}}} is unknown" for name in sorted(names - values.keys())]
+        said += [f"{{{name}}} is missing" for name in values if name not in names]
         raise UsageError(
             f"rounds.serve: {said[0]}. Write it as `vllm serve {{model}} --port {{port}}`."
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,14 +22,19 @@ from urllib.parse import urlsplit
 import httpx2
 import openai
 
-from ...schemas.errors import AlignError, BudgetError, ServerError, UsageError, counted
+from ...schemas.errors import (
+    AlignError,
+    BudgetError,
+    ServerError,
+    UsageError,
+    counted,
+    logger,
+)
 from ...schemas.json_codec import digest
 from ...schemas.round_options import ServerOptions
 from ...schemas.rows import BadRow, Message
 from ...schemas.safe_text import bare_address, mask_secret, mask_secrets_of, safe
 from ...schemas.samples import SERVER, Finish, Prompt, Refused, Sample, Sampler, Sampling, Wanted
-
-logger = logging.getLogger("align")
 
 NEWER_LIMIT = "max_completion_tokens"
 MOST_SAID = 300  # characters of a server's own words
@@ -115,7 +119,8 @@ class OpenServer:
         request is begun, and what is in flight is yielded before the error is raised.
         """
         rest = iter([(one.prompt, number) for one in wanted for number in one.numbers])
-        missing, kept = sum(len(one.numbers) for one in wanted), 0
+        missing = sum(len(one.numbers) for one in wanted)
+        kept = 0
         budget = self._options.max_tokens
         in_flight: set[Future[Outcome]] = set()
         error: BaseException | None = None
@@ -123,14 +128,15 @@ class OpenServer:
             while True:
                 while len(in_flight) < self._options.concurrency and not error:
                     is_spent = budget and self._sampler.tokens >= budget
-                    if is_spent or (asked := next(rest, None)) is None:
+                    asked = None if is_spent else next(rest, None)
+                    if asked is None:
                         break
                     in_flight.add(ask(*asked))
                 if not in_flight:
                     break
                 done, in_flight = wait(in_flight, return_when=FIRST_COMPLETED)
-                failed = [found for one in done if (found := one.exception())]
-                error = error or next(iter(failed), None)
+                for one in done:
+                    error = error or one.exception()
                 group = [one.result() for one in done if not one.exception()]
                 missing -= len(group)
                 kept += sum(isinstance(one, Sample) for one in group)

@@ -174,7 +174,9 @@ def _nested(values: Any, kind: pa.DataType) -> pa.Array:
 
 def read_block(table: pa.Table) -> Rows:
     """The rows of a table with all, or with the needed, columns of a shard."""
-    own, completions, offsets = dict[str, Any](), dict[str, Any](), np.zeros(1, np.int64)
+    own: dict[str, Any] = {}
+    completions: dict[str, Any] = {}
+    offsets = np.zeros(1, np.int64)
     for name in table.column_names:
         column = arrow_column(table, name)
         if name in COMPLETION:

@@ -219,7 +219,10 @@ def _manifest_in(path: Path) -> TableManifest | None:
 
 
 def _columns(schema: pa.Schema) -> dict[str, str]:
-    # Parquet names the elements of a list differently.
+    """The type of each column, equal for a table in memory and the same one read from Parquet.
+
+    A list of texts is `list<item: string>` in memory, and `list<element: string>` in Parquet.
+    """
     return {one.name: str(one.type).replace("<item: ", "<element: ") for one in schema}
 
 

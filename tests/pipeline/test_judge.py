@@ -108,8 +108,10 @@ def test_another_judge_is_asked_anew(here, samples, judged):
     (here / "own.j2").write_text("{{ messages[0].content }}\n[x answer]\n{{ answer }}\n[x end]")
     judged(samples, StubJudge(), by="rubric")
     for name, change in (
-        *(("stub", {"max_new_tokens": 99}), ("stub", {"template": "own.j2"})),
-        *(("stub", {"by": "pairwise"}), ("another", {})),
+        ("stub", {"max_new_tokens": 99}),
+        ("stub", {"template": "own.j2"}),
+        ("stub", {"by": "pairwise"}),
+        ("another", {}),
     ):
         stub = StubJudge(name=name)
         result, _ = judged(samples, stub, **{"by": "rubric", **change})

@@ -1,5 +1,7 @@
 """What tests ask a server for, and what an undisturbed server would have said."""
 
+from itertools import chain
+
 from align.schemas.round_options import ServerOptions
 from align.schemas.samples import Prompt, Refused, Wanted
 from align.stages.server.server_sampler import ServerSampler
@@ -32,7 +34,7 @@ def wanted_of(prompts, n):
 def collected(groups):
     """Samples by prompt and number, and what was refused; none may come twice."""
     samples, refused = {}, []
-    for one in (one for group in groups for one in group):
+    for one in chain.from_iterable(groups):
         if isinstance(one, Refused):
             refused.append(one)
         else:

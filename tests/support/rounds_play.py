@@ -87,11 +87,12 @@ def lines_of(folder):
 def damage(folder):
     """Takes away the line of the last round, and damages its samples; (file, bytes before) each."""
     last = lines_of(folder)[-1]["round"]
+    rounds = folder / "rounds.jsonl"
     samples = folder / f"round-{last:03d}" / "samples" / "samples.parquet"
-    before = [(path, path.read_bytes()) for path in (folder / "rounds.jsonl", samples)]
-    before[0][0].write_bytes(b"".join(before[0][1].splitlines(keepends=True)[:-1]))
-    samples.write_bytes(before[1][1][:60] + bytes([before[1][1][60] ^ 255]) + before[1][1][61:])
-    return before
+    lines, table = rounds.read_bytes(), samples.read_bytes()
+    rounds.write_bytes(b"".join(lines.splitlines(keepends=True)[:-1]))
+    samples.write_bytes(table[:60] + bytes([table[60] ^ 255]) + table[61:])
+    return [(rounds, lines), (samples, table)]
 
 
 def prompts_in(path):

@@ -66,9 +66,8 @@ def test_the_interval_is_that_of_drawn_prompts_however_many_samples_they_have():
 
 def test_the_interval_of_prompts_with_more_comparisons_is_around_the_rate():
     """Of nine prompts that lost their one comparison and one that won all of 91, 0.91 are won."""
-    lost = {f"p{index}": 1 for index in range(9)}
-    rows = [(key, number, float(key == "q")) for key, of in {**lost, "q": 91}.items()
-            for number in range(of)]  # fmt: skip
+    lost = [(f"p{index}", 0, 0.0) for index in range(9)]
+    rows = [*lost, *(("q", number, 1.0) for number in range(91))]
     found = win_rate(table(*rows), table(*((key, number, 0.5) for key, number, _ in rows)))
     assert found.rate == 0.91
     assert found.high > 0.91  # the mean of the ten prompts' own rates is 0.1

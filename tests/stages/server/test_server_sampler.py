@@ -310,9 +310,10 @@ def test_an_answer_that_was_lost_is_counted_against_the_budget():
         time.sleep(3 if next(hangs) == 0 else 0)
         return echo(asked)
 
+    kept = {}
     with chat_server(answer) as stub:
         sampler = sampler_of_stub(stub, concurrency=1, max_tokens=MOST + 9, timeout=2)
-        interrupted(sampler, wanted_of(TEXTS[:1], 3), kept := {})
+        interrupted(sampler, wanted_of(TEXTS[:1], 3), kept)
     assert (len(kept), sampler.tokens, stub.asked.total()) == (1, MOST + 9, 2)
     with chat_server(echo, faults={"hang": 1.0}) as stub, refuses(ServerError, "server.timeout"):
         sampled(stub, wanted_of(TEXTS[:1], 1), timeout=0.2, retries=1)
@@ -357,31 +358,38 @@ def test_the_key_of_the_environment_is_sent_and_nothing_shows_it(monkeypatch, ca
 
         assert len(sample()[0]) == 2
         assert {asked.headers["authorization"] for asked in stub.requests} == {f"Bearer {KEY}"}
-        stub.key, _ = None, monkeypatch.delenv("PLANTED")
+        stub.key = None
+        monkeypatch.delenv("PLANTED")
         assert len(sample()[0]) == 2
         assert "authorization" not in stub.requests[-1].headers
-        stub.key, _ = KEY, monkeypatch.setenv("PLANTED", KEY)
+        stub.key = KEY
+        monkeypatch.setenv("PLANTED", KEY)
         stub.refuse = lambda asked: (500, f"what is {asked.headers['authorization'][7:]}?")
         said = said_by(sample)
         assert "what is ***?" in said
         stub.key = "another"  # it repeats the key that it was given
         said += said_by(sample)
-        stub.key, stub.refuse = None, lambda asked: (400, asked.headers["authorization"])
+        stub.key = None
+        stub.refuse = lambda asked: (400, asked.headers["authorization"])
         refused = sample()[1]
         monkeypatch.setenv("PLANTED", "schlüssel-zum-server")
-        said += (no_key := said_by(sample))
+        no_key = said_by(sample)
     require_names(said, "Bearer ***", "PLANTED")
     require_names(no_key, "PLANTED")
-    shown = [said, repr(refused), caplog.text, *capsys.readouterr()]
+    shown = [said, no_key, repr(refused), caplog.text, *capsys.readouterr()]
     assert not [text for text in shown if KEY in text or "zum" in text]
 
 
 @pytest.mark.parametrize(
     "url",
     [
-        *("127.0.0.1:8000", "ftp://host/v1", "http://", "http://host:port/v1"),
+        "127.0.0.1:8000",
+        "ftp://host/v1",
+        "http://",
+        "http://host:port/v1",
         "http://me:hidden-word@host/v1",
-        *("http://host/v1?key=hidden-word", "http://host/v1#hidden-word"),
+        "http://host/v1?key=hidden-word",
+        "http://host/v1#hidden-word",
     ],
 )
 def test_an_address_that_is_none_is_refused(url):
