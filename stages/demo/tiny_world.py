@@ -19,9 +19,7 @@ from .tiny_tokenizer import make_tokenizer
 
 BLOCK = 128  # tokens
 BATCH = 16  # blocks
-HELD_OUT_BLOCKS = 16
 TRAINING_SEED = 7_002
-HELD_OUT_SEED = 7_003
 PEAK_RATE = 6e-3
 WARM_UP_STEPS = 10
 
@@ -41,18 +39,7 @@ class ModelShape:
 DEFAULT_SHAPE = ModelShape()
 
 
-@dataclass(frozen=True)
-class Pretraining:
-    """Mean log-prob per token of held-out text, before and after."""
-
-    logp_before: float
-    logp_after: float
-    num_parameters: int
-
-
-def make_world(
-    folder: Path, *, rows: int = 2000, seed: int = 0, pretrain_steps: int = 80
-) -> Pretraining:
+def make_world(folder: Path, *, rows: int = 2000, seed: int = 0, pretrain_steps: int = 80) -> None:
     """A world in a new folder, which appears whole: model/, tokenizer/ and data/."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} is not empty. Remove it, or name another folder.")
@@ -60,12 +47,11 @@ def make_world(
     fs.make_folder(building)
     try:
         tokenizer = make_tokenizer(building / "tokenizer")
-        made = make_model(building / "model", tokenizer, pretrain_steps=pretrain_steps, seed=seed)
+        make_model(building / "model", tokenizer, pretrain_steps=pretrain_steps, seed=seed)
         make_data(building / "data", rows=rows, seed=seed)
         fs.rename(building, folder)
     finally:
         fs.remove_tree(building)
-    return made
 
 
 def make_model(
@@ -75,7 +61,7 @@ def make_model(
     shape: ModelShape = DEFAULT_SHAPE,
     pretrain_steps: int = 80,
     seed: int = 0,
-) -> Pretraining:
+) -> None:
     """Pretrains a model and saves it with its tokenizer; 0 steps leave it random."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -97,11 +83,8 @@ def make_model(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = LlamaForCausalLM(config)
-            held_out = _blocks(tokenizer, HELD_OUT_BLOCKS, HELD_OUT_SEED)
-            before = after = _mean_logp(model, held_out)
             if pretrain_steps:
                 _pretrain(model, _blocks(tokenizer, pretrain_steps * BATCH, TRAINING_SEED))
-                after = _mean_logp(model, held_out)
     finally:
         torch.set_num_threads(threads)
 
@@ -118,7 +101,6 @@ def make_model(
     # safetensors itself makes the file readable for its owner only.
     (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
     tokenizer.save_pretrained(folder)
-    return Pretraining(before, after, model.num_parameters())
 
 
 def _blocks(tokenizer: PreTrainedTokenizerFast, count: int, seed: int) -> Tensor:
@@ -153,8 +135,3 @@ def _pretrain(model: LlamaForCausalLM, blocks: Tensor) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-
-
-@torch.no_grad()
-def _mean_logp(model: LlamaForCausalLM, blocks: Tensor) -> float:
-    return -float(model(input_ids=blocks, labels=blocks, use_cache=False).loss)

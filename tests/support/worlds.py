@@ -29,7 +29,6 @@ class World:
     """The paths of a tiny world."""
 
     folder: Path
-    pretraining: object
 
     @property
     def model(self):
@@ -49,9 +48,9 @@ def make_world(folder, *, rows, pretrain_steps):
     # It imports torch, which takes seconds, and which reads OMP_NUM_THREADS then.
     from align.stages.demo import tiny_world  # noqa: PLC0415
 
-    made = tiny_world.make_world(folder, rows=rows, pretrain_steps=pretrain_steps)
+    tiny_world.make_world(folder, rows=rows, pretrain_steps=pretrain_steps)
     make_data(folder / "data", rows=rows)
-    return World(folder, made)
+    return World(folder)
 
 
 def files_under(folder):
