@@ -22,14 +22,7 @@ from urllib.parse import urlsplit
 import httpx2
 import openai
 
-from ...schemas.errors import (
-    AlignError,
-    BudgetError,
-    ServerError,
-    UsageError,
-    counted,
-    logger,
-)
+from ...schemas.errors import AlignError, BudgetError, ServerError, UsageError, counted, logger
 from ...schemas.json_codec import digest
 from ...schemas.round_options import ServerOptions
 from ...schemas.rows import BadRow, Message
