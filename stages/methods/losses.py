@@ -291,11 +291,9 @@ def orpo(
     nll_scope: Scope = "pair",
 ) -> Output:
     """Pairs and a base model: it learns to answer and to prefer at the same time."""
-    odds, nll, rounding = (
-        log_odds(p.m_c) - log_odds(p.m_l),
-        p.nll(nll_scope),
-        p.completions.rounding,
-    )
+    odds = log_odds(p.m_c) - log_odds(p.m_l)
+    nll = p.nll(nll_scope)
+    rounding = p.completions.rounding
     # The odds rise with the mean log-prob.
     likelier = higher((p.m_c - p.m_l).detach(), rounding / p.n_c + rounding / p.n_l)
     metrics = {"nll": nll, "log_odds/ratio": odds, "log_odds/accuracy": likelier}

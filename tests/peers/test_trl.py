@@ -14,7 +14,7 @@ from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 from align.stages.methods.table import objective_of
-from support.method_steps import MISMATCHED, MPO, each, random_branches, take_objective
+from support.method_steps import MISMATCHED, MPO, each, random_completions, take_objective
 
 ROWS = 40
 close = pytest.approx
@@ -75,7 +75,7 @@ def outputs(logps, collision_logps=None):
 
 
 def chosen_first(whole):
-    """Where TRL keeps our branches: all chosen ones, then all rejected ones."""
+    """Where TRL keeps our completions: all chosen ones, then all rejected ones."""
     return torch.arange(len(whole.roles)).view(-1, 2).T.reshape(-1)
 
 
@@ -136,7 +136,7 @@ OF_DPO = [
 def test_paired_losses_modifiers_and_mixtures_are_those_of_the_dpo_trainer(
     name, values, loss_types
 ):
-    whole, objective = random_branches("paired", ROWS), objective_of(name, values)
+    whole, objective = random_completions("paired", ROWS), objective_of(name, values)
     taken = take_objective(objective, whole)
     # It knows the alpha divergence in float32 only.
     is_alpha = values.get("f_divergence") == "alpha"
@@ -185,7 +185,7 @@ def trl_dpo(objective, loss_types, whole, *, is_alpha=False):
 
 
 def test_sft_is_the_loss_of_the_dpo_and_sft_trainers():
-    whole = random_branches("imitated", ROWS)
+    whole = random_completions("imitated", ROWS)
     logps, _, _, is_token, mask = per_token(whole)
     peer = trainer(
         SFTTrainer,
@@ -197,13 +197,13 @@ def test_sft_is_the_loss_of_the_dpo_and_sft_trainers():
     answers.label_mask = mask[:, 1:].bool()
     loss = peer.compute_loss(lambda **_: answers, {"attention_mask": torch.ones_like(mask)})
     loss.backward()
-    pairs = random_branches("paired", ROWS)
+    pairs = random_completions("paired", ROWS)
     among, *others = trl_dpo(objective_of("sft", {}), "sft", pairs)
-    for branches, wanted, gradient in (
+    for completions, wanted, gradient in (
         (whole, loss.item(), logps.grad[is_token]),
         (pairs, *others),
     ):
-        taken = ours("sft", branches)
+        taken = ours("sft", completions)
         assert taken.loss == close(wanted, rel=1e-5)
         torch.testing.assert_close(taken.token_gradient, gradient, rtol=1e-5, atol=1e-7)
     assert taken.means["logps/chosen"] == close(metrics_of(among)["logps/chosen"], rel=1e-5)
@@ -211,7 +211,7 @@ def test_sft_is_the_loss_of_the_dpo_and_sft_trainers():
 
 @pytest.mark.parametrize("values", [{}, {"margin": "wanted"}])
 def test_reward_is_the_loss_of_the_reward_trainer(values):
-    whole = random_branches("paired", ROWS)
+    whole = random_completions("paired", ROWS)
     scores = whole.logps.detach()[chosen_first(whole)].div(20).requires_grad_()
     with torch.no_grad():
         whole.logps.div_(20)
@@ -240,7 +240,7 @@ def test_reward_is_the_loss_of_the_reward_trainer(values):
     ],
 )
 def test_unpaired_losses_are_those_of_the_kto_trainer(name, values, mismatched):
-    whole, objective = random_branches("labelled", ROWS), objective_of(name, values)
+    whole, objective = random_completions("labelled", ROWS), objective_of(name, values)
     taken = take_objective(objective, whole, mismatched=mismatched)
     weights = {"desirable_weight": 1.0, "undesirable_weight": 1.0}
     peer = trainer(
@@ -279,7 +279,7 @@ def test_unpaired_losses_are_those_of_the_kto_trainer(name, values, mismatched):
 )
 def test_losses_without_a_reference_are_those_of_the_orpo_and_cpo_trainers(name, values, settings):
     """But for the likelihood of the chosen, into which the ORPO trainer counts the prompt."""
-    whole = random_branches("paired", ROWS)
+    whole = random_completions("paired", ROWS)
     taken, order = ours(name, whole, **values), chosen_first(whole)
     leaf = whole.logps.detach().requires_grad_()
     means = (leaf / whole.num_tokens)[order]

@@ -59,9 +59,9 @@ def turns_of(row):
 def completions_of(config):
     for row in stored(config):
         turns = turns_of(row)
-        for branch, ids in enumerate(row["completion_ids"]):
-            told = (tuple(row["prompt_ids"]), tuple(ids), tuple(turns[branch]))
-            yield told, row["ref_logp"][branch], row["ref_token_logps"][branch]
+        for completion, ids in enumerate(row["completion_ids"]):
+            told = (tuple(row["prompt_ids"]), tuple(ids), tuple(turns[completion]))
+            yield told, row["ref_logp"][completion], row["ref_token_logps"][completion]
 
 
 def test_sums_are_of_what_is_learned_and_partners_bring_that_along(turns):
@@ -80,10 +80,10 @@ def test_sums_are_of_what_is_learned_and_partners_bring_that_along(turns):
 
 
 def test_nothing_is_reused_across_what_is_learned(turns):
-    """All branches with one turn are, and those with several where the same of them is learned."""
+    """Completions of one turn are, and those of several turns where the same turns are learned."""
     first = turns("first")
     run(first)
-    known = {branch for branch, *_ in completions_of(first)}
+    known = {completion for completion, *_ in completions_of(first)}
     caches = {learn: turns(f"own-{learn}", learn=learn) for learn in ("assistant", "last", "all")}
     for learn, own in caches.items():
         run(own)
@@ -92,7 +92,7 @@ def test_nothing_is_reused_across_what_is_learned(turns):
         assert [each[:2] for each in completions_of(other)] == [
             each[:2] for each in completions_of(own)
         ]
-        new = {branch for branch, *_ in completions_of(own)} - known
+        new = {completion for completion, *_ in completions_of(own)} - known
         assert outcome.tally.scored == len(new)
         assert bool(new) == (learn != "assistant")
 

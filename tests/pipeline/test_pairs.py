@@ -25,13 +25,13 @@ def rows_of(config):
     return pq.read_table(Path(config.cache.output) / "data").to_pylist()
 
 
-def own_branches(row, num_pairs):
-    """A row's own branches, which stand before the mismatched ones; as (ids, role, score)."""
+def own_completions(row, num_pairs):
+    """A row's own completions, which stand before the mismatched ones; as (ids, role, score)."""
     ids = [tuple(completion) for completion in row["completion_ids"]]
-    branches = list(zip(ids, row["role"], row["score"], strict=True))
-    count = len(branches) // (1 + num_pairs)
-    assert count * (1 + num_pairs) == len(branches)
-    return branches[:count]
+    completions = list(zip(ids, row["role"], row["score"], strict=True))
+    count = len(completions) // (1 + num_pairs)
+    assert count * (1 + num_pairs) == len(completions)
+    return completions[:count]
 
 
 def completions_of(record):
@@ -49,7 +49,7 @@ def completions_of(record):
 
 @pytest.fixture
 def by_hand(tokenizer_folder, data):
-    """The rows of a file as (prompt, branches), each text tokenized by itself."""
+    """The rows of a file as (prompt, completions), each text tokenized by itself."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
 
@@ -94,15 +94,15 @@ def test_a_cache_holds_each_record_as_it_is_tokenized_by_itself(
     rows, expected = rows_of(config), list(by_hand(shape))
     if shape == "scored_long":
         joined = defaultdict(Counter)
-        for prompt, branches in expected:
-            joined[prompt].update(branches)
-        found = {tuple(row["prompt_ids"]): Counter(own_branches(row, num_pairs)) for row in rows}
+        for prompt, completions in expected:
+            joined[prompt].update(completions)
+        found = {tuple(row["prompt_ids"]): Counter(own_completions(row, num_pairs)) for row in rows}
         assert len(found) == len(rows)
         assert found == joined
     else:
         assert sorted(row["source"]["row"] for row in rows) == list(range(len(expected)))
         for row in rows:
-            own = own_branches(row, num_pairs)
+            own = own_completions(row, num_pairs)
             assert (tuple(row["prompt_ids"]), own) == expected[row["source"]["row"]]
     require_sums(rows)
 
@@ -134,7 +134,7 @@ def test_a_row_that_cannot_have_a_mismatch_is_rejected_by_its_name(
     assert (bad["file"], bad["row"]) == (of_data.sha256[:16], 0)
     (row,) = rows_of(config)
     assert row["source"]["row"] == 1
-    # The long row's completion had lost its end already: the mismatched branch says so.
+    # The long row's completion had lost its end already: the mismatched completion says so.
     assert row["cut"][0] == 0 < row["cut"][1]
 
 

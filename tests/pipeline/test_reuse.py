@@ -35,7 +35,7 @@ def data_rows(data):
 
 
 def values(folder):
-    """Every branch's score by row, and by what is scored."""
+    """Every completion's score by row, and by what is scored."""
     return {
         (tuple(row["prompt_ids"]), tuple(ids)): logp
         for commit in Cache(Path(folder)).manifest().shards
@@ -46,7 +46,7 @@ def values(folder):
 
 def test_of_a_named_cache_what_is_the_same_is_reused_and_nothing_else(to, tmp_path):
     first = run(to())
-    alone = first.tally.reused  # a branch may be copied from its like in the same shard
+    alone = first.tally.reused  # a completion may be copied from its like in the same shard
 
     def beside(name, reference=None, **cache):
         output = str(tmp_path / name)

@@ -20,8 +20,8 @@ class Plain(NamedTuple):
     source: tuple
     prompt: tuple
     prompt_cut: int
-    branches: tuple  # (completion, role, score, cut) each
-    turns: tuple  # of each branch
+    completions: tuple  # (completion, role, score, cut) each
+    turns: tuple  # of each completion
     carried: tuple
     place: int
     prompt_keys: tuple
@@ -54,11 +54,11 @@ def plain(rows):
         digest, _, copy = row_id.partition("-")
         own = range(int(rows.completion_offsets[index]), int(rows.completion_offsets[index + 1]))
         scores = [None if s != s else float(s) for s in (rows.scores[b] for b in own)]  # noqa: PLR0124
-        branches = [
+        completions = [
             (tuple(rows.completions[b].tolist()), int(rows.roles[b]), score, int(rows.cut[b]))
             for b, score in zip(own, scores, strict=True)
         ]
-        turns = [(1,) * len(ids) for ids, *_ in branches]
+        turns = [(1,) * len(ids) for ids, *_ in completions]
         if rows.learned is not None:
             turns = [tuple(rows.learned[b].tolist()) for b in own]
         result.append(
@@ -68,7 +68,7 @@ def plain(rows):
                 source=(int(rows.file[index]), int(rows.row[index])),
                 prompt=tuple(rows.prompts[index].tolist()),
                 prompt_cut=int(rows.prompt_cut[index]),
-                branches=tuple(branches),
+                completions=tuple(completions),
                 turns=tuple(turns),
                 carried=tuple(float(column[index]) for column in rows.carried.values()),
                 place=int(rows.range_keys[index]),

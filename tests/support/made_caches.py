@@ -27,13 +27,13 @@ FORK = multiprocessing.get_context("fork")
 
 
 def block_of(rows, seed, *, max_tokens=6, token_logps=False, carried=(), scores=False):
-    """Random rows; prompts, completions and even the branches of a row may be missing."""
+    """Random rows; prompts and completions may be empty, and a row may have no completion."""
     draw = np.random.default_rng(seed)
     completion_offsets = offsets_of(draw.integers(0, 4, rows))
-    branches = int(completion_offsets[-1])
-    tokens = offsets_of(draw.integers(0, max_tokens, branches))
+    num_completions = int(completion_offsets[-1])
+    tokens = offsets_of(draw.integers(0, max_tokens, num_completions))
     prompts = offsets_of(draw.integers(0, max_tokens, rows))
-    given = draw.standard_normal(branches)
+    given = draw.standard_normal(num_completions)
     keys = np.random.default_rng([seed, rows])
     ids, copies = draw.bytes(16 * rows).hex(), draw.integers(0, 3, rows).tolist()
     ids = [ids[32 * row : 32 * row + 32] for row in range(rows)]
@@ -51,11 +51,11 @@ def block_of(rows, seed, *, max_tokens=6, token_logps=False, carried=(), scores=
     }
     of_completions = {
         "completion_ids": Ragged(draw.integers(0, 2**31 - 1, tokens[-1]).astype(np.int32), tokens),
-        "role": draw.integers(0, 6, branches),
-        "score": np.where(draw.random(branches) < scores, given, np.nan),
-        "cut": draw.integers(0, 3, branches),
-        "ref_logp": -draw.random(branches) * 50,
-        "completion_turns": pa.nulls(branches, pa.large_binary()),
+        "role": draw.integers(0, 6, num_completions),
+        "score": np.where(draw.random(num_completions) < scores, given, np.nan),
+        "cut": draw.integers(0, 3, num_completions),
+        "ref_logp": -draw.random(num_completions) * 50,
+        "completion_turns": pa.nulls(num_completions, pa.large_binary()),
     }
     if token_logps:
         kept = draw.standard_normal(tokens[-1]).astype(np.float32)

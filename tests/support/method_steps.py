@@ -1,4 +1,4 @@
-"""Optimizer steps for losses: branches made by hand or by chance, run as a trainer would."""
+"""Optimizer steps for losses: completions made by hand or by chance, run as a trainer would."""
 
 import inspect
 from collections import Counter
@@ -21,7 +21,7 @@ ROLES = {
 }
 PAIR, LABELS = ROLES["paired"], ROLES["labelled"]
 MISMATCHED = (0.7, -0.2, 1.1)
-# One way to use each modifier; the columns are those of `random_branches`.
+# One way to use each modifier; the columns are those of `random_completions`.
 IN_USE = {
     "f_divergence": Modifiers(f_divergence="js"),
     "ld_alpha": Modifiers(ld_alpha=0.4),
@@ -66,7 +66,7 @@ def each(cases):
     return named
 
 
-def branches(
+def completions(
     logps, reference=None, *, num_tokens=None, roles, scores=None, per_row=2, columns=None
 ):
     """Completions of plain numbers, each spread evenly over its tokens."""
@@ -87,7 +87,7 @@ def branches(
 def _made(tokens, roles, scores, rows, columns, *, sums=None):
     """Completions of these tokens.
 
-    The log-probs, of branches and of tokens, and the values of tokens are leaves that collect a
+    The log-probs, of completions and of tokens, and the values of tokens are leaves that collect a
     gradient.
     """
     if not sums:
@@ -109,9 +109,9 @@ def _made(tokens, roles, scores, rows, columns, *, sums=None):
 
 
 def pair(chosen, rejected, reference=(0.0, 0.0), num_tokens=(1, 1), scores=None):
-    """One row: log-probs of its chosen and its rejected branch."""
+    """One row: log-probs of its chosen and its rejected completion."""
     how = {"num_tokens": list(num_tokens), "roles": PAIR, "scores": scores}
-    return branches([chosen, rejected], list(reference), **how)
+    return completions([chosen, rejected], list(reference), **how)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def random_rows(sizes, seed=0):
     return [[said() for _ in range(size)] for size in sizes]
 
 
-def random_branches(kind, rows, seed=0, *, roles=None, per_row=None):
+def random_completions(kind, rows, seed=0, *, roles=None, per_row=None):
     """Completions with log-ratios of a few nats around zero; chosen ones have the higher scores.
 
     `roles` are those of a row, as its kind has them, and repeated `rows` times. `per_row` cuts
@@ -203,7 +203,7 @@ def random_branches(kind, rows, seed=0, *, roles=None, per_row=None):
 
 
 def moved(whole, *, logps=None, reference=None):
-    """The same branches with other sums, what changed spread evenly over their tokens."""
+    """The same completions with other sums, what changed spread evenly over their tokens."""
     tokens, new = whole.tokens, whole.logps if logps is None else logps
     wanted = whole.reference if reference is None else reference
     by_policy, by_reference = (
@@ -222,7 +222,7 @@ def part(whole, rows):
     own = torch.cat([*owned, whole.rows[:0]])
     counts = whole.tokens.counts
     spans = torch.arange(int(counts.sum())).split(counts.tolist())
-    here = torch.cat([*(spans[branch] for branch in own.tolist()), counts[:0]])
+    here = torch.cat([*(spans[completion] for completion in own.tolist()), counts[:0]])
     of_completions = ("logps", "reference", "num_tokens", "roles", "scores", "step_indices")
     of_tokens = ("logps", "reference", "values", "collision_logps")
     return Completions(
@@ -248,12 +248,12 @@ def _leaf(values):
 
 
 def num_rows(whole):
-    """How many rows these branches belong to."""
+    """How many rows these completions belong to."""
     return len(whole.rows.unique())
 
 
 def step_of(whole, mismatched=(), pre_pass=None):
-    """The facts of a step that consists of these branches."""
+    """The facts of a step that consists of these completions."""
     return Step(
         rows=num_rows(whole),
         completions=len(whole.roles),
@@ -270,7 +270,7 @@ class Taken:
 
     losses: torch.Tensor  # (items,) in step order
     loss: float  # their global mean
-    gradient: torch.Tensor  # (branches,) of the mean, by the sums that the policy gives
+    gradient: torch.Tensor  # (completions,) of the mean, by the sums that the policy gives
     token_gradient: torch.Tensor  # (tokens,) of the mean, by each token's log-prob, any way
     value_gradient: torch.Tensor  # (tokens,) of the mean, by each token's value
     values: dict  # name -> every value of the step, of a metric that counts them all
@@ -334,7 +334,7 @@ def _summed(objective, whole, micros, outcomes, state):
             if not isinstance(metric, Mean):
                 values[name] = torch.cat([values.get(name, metric[:0]), metric])
     sums = {name: Mean(totals[name], count) for name, count in counts.items() if count}
-    by_branch, by_token, by_value = (
+    by_completion, by_token, by_value = (
         torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone()
         for leaf in _leaves(whole)
     )
@@ -342,8 +342,8 @@ def _summed(objective, whole, micros, outcomes, state):
     return Taken(
         losses=_in_step_order(micros, [outcome.losses for outcome in outcomes]),
         loss=sum(outcome.loss.item() for outcome in outcomes),
-        gradient=by_branch,
-        token_gradient=by_token + by_branch.repeat_interleave(whole.tokens.counts),
+        gradient=by_completion,
+        token_gradient=by_token + by_completion.repeat_interleave(whole.tokens.counts),
         value_gradient=by_value,
         values=values,
         means={name: one.value for name, one in sums.items() if not name.startswith("loss")},
@@ -354,7 +354,7 @@ def _summed(objective, whole, micros, outcomes, state):
 
 
 def _in_step_order(micros, losses):
-    """Losses of rows or of branches, wherever the rows were dealt to."""
+    """Losses of rows or of completions, wherever the rows were dealt to."""
     indices = [
         micro.step_indices
         if len(own) == len(micro.step_indices)

@@ -40,11 +40,11 @@ def settings_of(**changed):
     return FeedSettings(**(plain | changed))
 
 
-def table_of(sizes, *, levels=0, seed=0, longest=60, most_branches=3):
+def table_of(sizes, *, levels=0, seed=0, longest=60, most_completions=3):
     """A table of random rows in row groups of these sizes."""
     draw = np.random.default_rng(seed)
     rows = int(np.sum(sizes))
-    completion_offsets = offsets_of(draw.integers(1, most_branches + 1, rows))
+    completion_offsets = offsets_of(draw.integers(1, most_completions + 1, rows))
     own = draw.integers(1, longest + 1, rows)
     sizes_of_rows = RowSizes(
         index_in_group=np.concatenate(

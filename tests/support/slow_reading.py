@@ -11,45 +11,45 @@ LABELS = {C: D, R: U}
 
 
 def read_slowly(own, kind, rules):
-    """Rows made of one with these (role, score) branches: lists of (place, role, score).
+    """Rows made of one with these (role, score) completions: lists of (place, role, score).
 
     A score is None where the data gives none.
     """
-    branches = [(place, role, score) for place, (role, score) in enumerate(own)]
-    roles = {role for _, role, _ in branches}
+    completions = [(place, role, score) for place, (role, score) in enumerate(own)]
+    roles = {role for _, role, _ in completions}
     if roles == {C, R}:
-        branches.sort(key=lambda branch: branch[1])
+        completions.sort(key=lambda completion: completion[1])
     if kind == "grouped":
-        return [_group(branches)]
+        return [_group(completions)]
     if roles == {X}:
-        return _of_scores(branches, kind, rules) if None not in _scores(branches) else []
+        return _of_scores(completions, kind, rules) if None not in _scores(completions) else []
     if kind == "paired":
-        return [branches] if roles == {C, R} else []
-    labelled = [(place, LABELS.get(role, role), score) for place, role, score in branches]
+        return [completions] if roles == {C, R} else []
+    labelled = [(place, LABELS.get(role, role), score) for place, role, score in completions]
     if kind == "labelled":
         return [labelled]
-    good = [branch for branch in labelled if branch[1] == D]
+    good = [completion for completion in labelled if completion[1] == D]
     return [good] if good else []
 
 
-def _group(branches):
-    scores = _scores(branches)
-    if None in scores and branches[0][1] != X:
-        scores = [float(role in GOOD) for _, role, _ in branches]
-    return [(place, X, score) for (place, _, _), score in zip(branches, scores, strict=True)]
+def _group(completions):
+    scores = _scores(completions)
+    if None in scores and completions[0][1] != X:
+        scores = [float(role in GOOD) for _, role, _ in completions]
+    return [(place, X, score) for (place, _, _), score in zip(completions, scores, strict=True)]
 
 
-def _of_scores(branches, kind, rules):
-    best_first = sorted(branches, key=lambda branch: -branch[2])
+def _of_scores(completions, kind, rules):
+    best_first = sorted(completions, key=lambda completion: -completion[2])
     if kind == "imitated":
         place, _, score = best_first[0]
         return [[(place, D, score)]]
     if kind == "labelled":
         limit = {"mean": mean, "median": median}.get(rules.threshold, lambda _: rules.threshold)
-        limit = limit(_scores(branches))
+        limit = limit(_scores(completions))
         made = [
             (place, D if score > limit else U, score)
-            for place, _, score in branches
+            for place, _, score in completions
             if score != limit
         ]
         return [made] if made else []
@@ -63,5 +63,5 @@ def _of_scores(branches, kind, rules):
     ]
 
 
-def _scores(branches):
-    return [score for _, _, score in branches]
+def _scores(completions):
+    return [score for _, _, score in completions]

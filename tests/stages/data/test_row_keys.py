@@ -56,23 +56,27 @@ def test_a_row_is_placed_by_its_prompts_hash():
 @given(record_lists(with_scores=True))
 def test_ids_and_keys_are_equal_exactly_where_contents_are(records):
     rows = plain(key_rows(records, carried=("weight",)))
-    contents = [(row.prompt, row.branches, row.carried) for row in rows]
+    contents = [(row.prompt, row.completions, row.carried) for row in rows]
     assert len(set(contents)) == len({row.row_id for row in rows})
     assert len(set(zip(contents, [row.row_id for row in rows], strict=True))) == len(set(contents))
     pairs = {(row.prompt, row.place) for row in rows}
     assert len(pairs) == len({row.prompt for row in rows}) == len({row.place for row in rows})
     texts = {
-        (branch[0], key)
+        (completion[0], key)
         for row in rows
-        for branch, key in zip(row.branches, row.completion_keys, strict=True)
+        for completion, key in zip(row.completions, row.completion_keys, strict=True)
     }
     assert len(texts) == len({text for text, _ in texts}) == len({key for _, key in texts})
     for row, source in zip(rows, records, strict=True):  # what the records held
         assert row.source == (source.record.file, source.record.row)
         assert row.prompt == tuple(source.prompt)
         assert row.carried == (source.record.carried["weight"],)
-        branches = zip(source.completions, source.record.roles, source.record.scores, strict=True)
-        assert row.branches == tuple((tuple(ids), int(r), s, len(ids)) for ids, r, s in branches)
+        completions = zip(
+            source.completions, source.record.roles, source.record.scores, strict=True
+        )
+        assert row.completions == tuple(
+            (tuple(ids), int(r), s, len(ids)) for ids, r, s in completions
+        )
 
 
 def test_scores_may_differ_by_what_their_tokens_may():

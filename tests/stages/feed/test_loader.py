@@ -40,13 +40,13 @@ def mixed(tmp_path_factory):
 
 
 def seen_in(micro):
-    """Each tree of a micro-batch as its branches."""
+    """Each tree of a micro-batch as its completions."""
     rows, index = [], 0
     for number, tree in enumerate(micro.trees):
-        branches = []
+        completions = []
         for ids in tree.branches:
             score = float(micro.block.scores[index])
-            branches.append(
+            completions.append(
                 (
                     micro.row_ids[number],
                     tree.prompt.tolist(),
@@ -59,7 +59,7 @@ def seen_in(micro):
                 )
             )
             index += 1
-        rows.append(branches)
+        rows.append(completions)
     assert index == len(micro.block.roles) == len(micro.step_indices)
     return rows
 
@@ -70,7 +70,7 @@ def stored_rows(cache):
         yield from pq.read_table(folder.data / shard.file).to_pylist()
 
 
-def branch_of(row, place, role, score=None, context=()):
+def completion_of(row, place, role, score=None, context=()):
     return (
         row["row_id"],
         [*row["prompt_ids"], *context],
@@ -84,15 +84,18 @@ def branch_of(row, place, role, score=None, context=()):
 
 
 def expected_rows(cache, kind, rules, context=None):
-    """Every row that is read: its own branches, and the mismatches of each level."""
+    """Every row that is read: its own completions, and the mismatches of each level."""
     for row in stored_rows(cache):
         count = len(row["role"]) // (1 + LEVELS)
         own = list(zip(row["role"][:count], row["score"][:count], strict=True))
         for made in read_slowly(own, kind, rules):
             yield (
-                [branch_of(row, *branch, (context or {}).get(branch[1], ())) for branch in made],
                 [
-                    [branch_of(row, place + count * level, M) for place, _, _ in made]
+                    completion_of(row, *completion, (context or {}).get(completion[1], ()))
+                    for completion in made
+                ],
+                [
+                    [completion_of(row, place + count * level, M) for place, _, _ in made]
                     for level in range(1, LEVELS + 1)
                 ],
             )
@@ -115,12 +118,12 @@ def rows_in(steps, side="own"):
 
 
 def in_order(step, side="own"):
-    """Every branch of a step by its place."""
+    """Every completion of a step by its place."""
     placed = {}
     for batch in step:
         for micro in getattr(batch, side):
-            branches = [branch for row in seen_in(micro) for branch in row]
-            placed |= dict(zip(micro.step_indices.tolist(), branches, strict=True))
+            completions = [completion for row in seen_in(micro) for completion in row]
+            placed |= dict(zip(micro.step_indices.tolist(), completions, strict=True))
     return [placed[place] for place in range(len(placed))]
 
 
@@ -134,7 +137,7 @@ def in_order(step, side="own"):
         ("imitated", ALL),
     ],
 )
-def test_every_branch_comes_with_what_was_stored_of_it_in_every_epoch(mixed, kind, rules):
+def test_every_completion_comes_with_what_was_stored_of_it_in_every_epoch(mixed, kind, rules):
     source = opened(mixed, kind=kind, rules=rules)
     expected = list(expected_rows(mixed, kind, rules))
     assert source.train_rows == len(expected) > 0
@@ -161,15 +164,15 @@ def test_steps_are_the_same_for_any_world_and_budget(mixed, kind, world, batch_s
     alone = steps_of(source, **changed, tokens_per_batch=10**6)
     dealt = steps_of(source, **changed, tokens_per_batch=budget, world=world)
     for one, many in zip(alone, dealt, strict=True):
-        branches = in_order(one)
-        assert branches == in_order(many)
+        completions = in_order(one)
+        assert completions == in_order(many)
         assert in_order(one, "mismatched") == in_order(many, "mismatched")
         for batch in many:
             assert batch.rows == sum(len(micro.trees) for each in many for micro in each.own)
-            most = min(7, len(branches))
-            assert (batch.completions, batch.mismatched_completions) == (len(branches), most)
-            assert batch.tokens == sum(len(branch[2]) for branch in branches)
-            good = [len(branch[2]) for branch in branches if branch[3] in {C, D}]
+            most = min(7, len(completions))
+            assert (batch.completions, batch.mismatched_completions) == (len(completions), most)
+            assert batch.tokens == sum(len(completion[2]) for completion in completions)
+            good = [len(completion[2]) for completion in completions if completion[3] in {C, D}]
             assert batch.chosen_tokens == sum(good)
         for side in ("own", "mismatched"):
             passes = [getattr(batch, side) for batch in many]
@@ -186,7 +189,9 @@ def test_a_context_stands_between_the_prompt_and_each_completion(mixed):
     source = opened(mixed, kind="labelled", mismatched=False, context=context)
     steps = steps_of(source, tokens_per_batch=50)
     expected = expected_rows(mixed, "labelled", PLAIN, context)
-    assert rows_in(steps) == sorted(([branch] for row, _ in expected for branch in row), key=str)
+    assert rows_in(steps) == sorted(
+        ([completion] for row, _ in expected for completion in row), key=str
+    )
     for step in steps:
         assert step[0].mismatched == ()
         for micro in step[0].own:
@@ -224,8 +229,8 @@ def test_held_out_rows_are_met_in_one_order_and_never_trained_on(mixed):
         for rank in range(3):
             with feed_of(source, rank=rank, world=3).held_out() as steps:
                 shares.append(list(steps))
-        branches = [one for step in zip(*shares, strict=True) for one in in_order(step)]
-        passes.append(list(dict.fromkeys(branch[0] for branch in branches)))
+        completions = [one for step in zip(*shares, strict=True) for one in in_order(step)]
+        passes.append(list(dict.fromkeys(completion[0] for completion in completions)))
     trained = {row[0][0] for row in rows_in(steps_of(source))}
     readable = [own[0][0] for own, _ in expected_rows(mixed, "labelled", PLAIN)]
     assert passes[0] == passes[1] == [row for row in readable if row not in trained]

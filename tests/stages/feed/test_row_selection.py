@@ -1,4 +1,4 @@
-"""Which branches a method reads, against a reading of one row at a time."""
+"""Which completions a method reads, against a reading of one row at a time."""
 
 import itertools
 
@@ -33,9 +33,9 @@ KINDS = ("paired", "labelled", "grouped", "imitated")
 
 
 def stored(rows, levels):
-    """The role and score columns of rows with these own branches, and where each row begins."""
+    """The role and score columns of rows with these own completions, and where each row begins."""
     full = [[*own, *[(M, None)] * (levels * len(own))] for own in rows]
-    offsets = offsets_of([len(branches) for branches in full])
+    offsets = offsets_of([len(completions) for completions in full])
     roles = [role for row in full for role, _ in row]
     plain = [np.nan if score is None else score for row in full for _, score in row]
     return np.array(roles, dtype=np.int8), np.array(plain, dtype=np.float64), offsets
@@ -54,21 +54,21 @@ def unscored(rows):
 
 
 def rows_of(found):
-    """Each row that is read: the stored row, and of each branch place, role, score, mismatches."""
+    """Each row that is read: the stored row, and each completion's place, role, score, partners."""
     picked, mismatched, _ = found
     scores = [None if np.isnan(score) else score for score in picked.scores.tolist()]
     columns = (picked.indices.tolist(), picked.roles.tolist(), scores, mismatched.tolist())
-    branches = list(zip(*columns, strict=True))
+    completions = list(zip(*columns, strict=True))
     bounds = picked.offsets.tolist()
     return [
-        (row, branches[start:stop])
+        (row, completions[start:stop])
         for row, start, stop in zip(picked.rows.tolist(), bounds, bounds[1:], strict=False)
     ]
 
 
 @settings(max_examples=200)
 @given(st.lists(OWN, max_size=8), st.integers(0, 3), st.sampled_from(KINDS), RULES)
-def test_branches_are_those_of_a_slow_reading(rows, levels, kind, rules):
+def test_completions_are_those_of_a_slow_reading(rows, levels, kind, rules):
     expected, start = [], 0
     for number, own in enumerate(rows):
         expected += [
@@ -90,7 +90,7 @@ def test_branches_are_those_of_a_slow_reading(rows, levels, kind, rules):
     assert rows_of(selected(rows, levels, kind, rules)) == expected
 
 
-def test_with_a_context_every_branch_is_a_row():
+def test_with_a_context_every_completion_is_a_row():
     picked = selected(unscored([[U, D], [R, C]]), 1, "labelled", context={D: (7,), U: (8,)})
     # stored: U D | U1 D1 | R C | R1 C1
     assert rows_of(picked) == [
@@ -102,11 +102,11 @@ def test_with_a_context_every_branch_is_a_row():
 
 
 def read_of(scores, kind, **rules):
-    """Each row that is read of scored ones: the stored row, and the place and role of branches."""
+    """Each scored row that is read: the stored row, and the place and role of its completions."""
     rows = [[(X, score) for score in row] for row in scores]
     return [
-        (row, [(place, role) for place, role, *_ in branches])
-        for row, branches in rows_of(selected(rows, 0, kind, ScoreRules(**rules)))
+        (row, [(place, role) for place, role, *_ in completions])
+        for row, completions in rows_of(selected(rows, 0, kind, ScoreRules(**rules)))
     ]
 
 
@@ -144,7 +144,7 @@ def test_a_score_that_is_its_threshold_but_for_rounding_gets_no_label():
         assert read_of(equal, "labelled", threshold=limit) == []
 
 
-def test_an_unscored_bad_branch_gets_the_bad_score():
+def test_an_unscored_bad_completion_gets_the_bad_score():
     """Also where a single one is missing: a score and a 1 cannot be compared."""
     rows = [[(C, None), (R, None)], [(C, 8), (R, None)], [(U, None)], [(D, 5), (U, 4)]]
     for bad in (0.0, -1.0):

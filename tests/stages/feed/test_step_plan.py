@@ -96,15 +96,15 @@ def test_each_completion_meets_its_partners_in_turn():
         for plan in epoch_of(table, **changed):
             counts = table.num_completions(plan.rows).tolist()
             assert pairs_of(plan) == [
-                (place, level, branch)
+                (place, level, completion)
                 for place, count in enumerate(counts)
                 for level in levels
-                for branch in range(count)
+                for completion in range(count)
             ]
 
 
 def test_too_many_pairs_are_drawn_from_anew_in_each_step():
-    table = table_of([100] * 10, levels=1, most_branches=1)
+    table = table_of([100] * 10, levels=1, most_completions=1)
     plans = epoch_of(table, batch_size=10, kl_per_step=4)
     assert all(len(plan.pairs) == 4 for plan in plans)
     assert all(pairs_of(plan) == sorted(pairs_of(plan)) for plan in plans)

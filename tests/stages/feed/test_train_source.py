@@ -39,7 +39,7 @@ def scored_rows(tmp_path):
 
 
 def with_scores(block, scores):
-    """The same rows, their own branches scored."""
+    """The same rows, their own completions scored."""
     is_own = block.roles != Role.MISMATCHED
     column = block.scores.copy()
     column[is_own] = scores

@@ -14,14 +14,14 @@ from align.schemas.errors import UsageError
 from align.stages.methods import api as losses
 from align.stages.methods.objective import is_good
 from align.stages.methods.table import METHODS, options_of
-from support.method_steps import MISMATCHED, WORDS, each, random_branches, step_of, take
+from support.method_steps import MISMATCHED, WORDS, each, random_completions, step_of, take
 from support.refusals import refuses
 
 NAMES = [name for name, method in METHODS.items() if method.rows != "grouped"]
 
 
 def arguments_of(name, whole):
-    """The tensors a person would pass for these branches."""
+    """The tensors a person would pass for these completions."""
     zero_point = torch.tensor(MISMATCHED, dtype=torch.float64)
     values = {
         "labels": is_good(whole),
@@ -47,7 +47,7 @@ def arguments_of(name, whole):
 @each({f"{name} {own}": (name, own) for name in NAMES for own in ({}, WORDS.get(name, {}))})
 def test_a_function_gives_the_numbers_and_the_gradient_of_the_trainer(name, own):
     method = METHODS[name]
-    whole, again = (random_branches(method.rows, 5, seed=3) for _ in range(2))
+    whole, again = (random_completions(method.rows, 5, seed=3) for _ in range(2))
     expected = take(method, whole, mismatched=MISMATCHED, options=options_of(method, own))
     found = getattr(losses, name)(**arguments_of(name, again), **own)
     assert torch.equal(found, expected.losses)
@@ -89,7 +89,7 @@ def test_lengths_are_required_where_the_loss_reads_them():
     reading = [("dpo", {"sft_weight": 0.5}), ("ipo", {}), ("cpo", {}), ("simpo", {}), ("orpo", {})]
     free = [("dpo", {}), ("ipo", {"normalize": "sum"}), ("cpo", {"alpha": 0.0})]
     for name, options in reading + free:
-        given = arguments_of(name, random_branches("paired", 1))
+        given = arguments_of(name, random_completions("paired", 1))
         assert getattr(losses, name)(**given, **options).shape == (1,)
         del given["chosen_num_tokens"], given["rejected_num_tokens"]
         if (name, options) in free:

@@ -14,7 +14,7 @@ from support.method_steps import (
     PAIR,
     Said,
     each,
-    random_branches,
+    random_completions,
     random_rows,
     rows_of,
     take,
@@ -30,7 +30,7 @@ def pairs(*rows, columns=None):
 
 
 def ratios(whole, **values):
-    """r of each branch as the method is to see it."""
+    """r of each completion as the method is to see it."""
     return Modifiers(**values).applied(whole).ratios.tolist()
 
 
@@ -82,7 +82,7 @@ def test_in_a_mixture_each_method_sees_its_own_clamped_numbers():
     assert both.reported == pytest.approx(expected, rel=1e-12)
 
 
-def test_mean_ratios_divides_each_branch_by_its_own_length():
+def test_mean_ratios_divides_each_completion_by_its_own_length():
     mean = Modifiers(mean_ratios=True)
     # r / n is 1 and -2: .1 * 3 against the 1.5 that the scores ask for.
     whole = pairs([Said((1.0,) * 4, score=2.0), Said((-2.0,) * 3, score=0.5)])
@@ -97,7 +97,7 @@ def test_mean_ratios_divides_each_branch_by_its_own_length():
         taken = take(METHODS[name], whole, modifiers=mean)
         assert taken.loss == pytest.approx(expected, abs=1e-6), name
         assert taken.means["rewards/margins"] == pytest.approx(0.3)
-    # And kto's z, which is a mean of what the same division makes of mismatched branches.
+    # And kto's z, which is a mean of what the same division makes of mismatched completions.
     whole = rows_of([Said((1.5,) * 4), Said((-3.0,) * 3)], roles=LABELS)
     assert objective_of("kto", mean.active).ratios(whole).tolist() == pytest.approx([1.5, -3.0])
     taken = take(METHODS["kto"], whole, modifiers=mean, mismatched=(0.5,))
@@ -180,7 +180,7 @@ def test_columns_of_the_data_ask_for_a_margin_and_weigh_rows():
     taken = take(DPO, pairs(still, told, columns={"weight": [2.0, 0.5]}), modifiers=WEIGHED)
     assert taken.losses.tolist() == pytest.approx([1.386294, 0.256508], abs=5e-7)
     assert taken.loss == pytest.approx(0.821401, abs=5e-7)
-    # A weight holds for each branch or candidate of its row.
+    # A weight holds for each completion or candidate of its row.
     whole = rows_of(still, still, roles=LABELS, columns={"weight": [2.0, 0.5]})
     taken = take(METHODS["kto"], whole, modifiers=WEIGHED, mismatched=(0.0,))
     assert taken.losses.tolist() == pytest.approx([1.0, 1.0, 0.25, 0.25])
@@ -192,7 +192,7 @@ def test_columns_of_the_data_ask_for_a_margin_and_weigh_rows():
 
 @each(MODIFIED)
 def test_a_modifier_a_method_takes_reaches_its_loss_and_no_likelihood(objective):
-    whole = random_branches(objective.rows, 8)
+    whole = random_completions(objective.rows, 8)
     plain, changed = (
         take_objective(
             dataclasses.replace(objective, modifiers=modifiers), whole, mismatched=(0.3,)

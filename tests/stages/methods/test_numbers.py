@@ -8,7 +8,7 @@ import torch
 from align.schemas.rows import Role
 from align.stages.methods.losses import control_texts, log1mexp, log_odds
 from align.stages.methods.table import METHODS, options_of
-from support.method_steps import IN_USE, LABELS, PAIR, branches, each, pair, take
+from support.method_steps import IN_USE, LABELS, PAIR, completions, each, pair, take
 
 pytestmark = pytest.mark.numeric
 
@@ -25,13 +25,13 @@ def run(name, whole, *, mismatched=Z, modifiers=None, **values):
 def labelled(*pairs):
     """Completions of (label, log-ratio)."""
     roles = {"+": Role.DESIRABLE, "-": Role.UNDESIRABLE}
-    return branches([ratio for _, ratio in pairs], roles=[roles[label] for label, _ in pairs])
+    return completions([ratio for _, ratio in pairs], roles=[roles[label] for label, _ in pairs])
 
 
 def paired(*rows, reference=(), num_tokens=None):
-    """Rows of the log-probs of a chosen and a rejected branch, and of the reference's."""
+    """Rows of the log-probs of a chosen and a rejected completion, and of the reference's."""
     flat = [[logp for row in some for logp in row] for some in (rows, reference)]
-    return branches(*flat, num_tokens=num_tokens, roles=PAIR * len(rows))
+    return completions(*flat, num_tokens=num_tokens, roles=PAIR * len(rows))
 
 
 TEN = pair(-8.0, -36.0, reference=(-12.0, -30.0), num_tokens=(4, 9))  # r_c = 4, r_l = -6
@@ -85,7 +85,7 @@ BY_HAND = [
     # Margins of the policy: 3 and -2; of the reference: -6 and 1. Sorted: d = -2 + 6 and 3 - 1.
     ("aot", {"beta": 0.5}, RANKED, 0.220095),  # (-LS(2) - LS(1)) / 2
     ("aot", {"beta": 0.5, "label_smoothing": 0.25}, RANKED, 0.595095),  # and (1 + 2) / 2 / 4
-    ("reward", {}, branches([1.5, 0.5], roles=PAIR), 0.313262),  # -LS(1)
+    ("reward", {}, completions([1.5, 0.5], roles=PAIR), 0.313262),  # -LS(1)
     ("reward_binary", {}, labelled(("+", 2.0), ("-", -1.0)), 0.220095),  # (-LS(2) - LS(1)) / 2
 ]
 
@@ -100,7 +100,7 @@ def test_the_loss_of_a_step(name, values, whole, expected):
     assert run(name, whole, **values).loss == pytest.approx(expected, abs=5e-7)
 
 
-def test_every_method_with_a_loss_of_whole_branches_is_worked_by_hand():
+def test_every_method_with_a_loss_of_whole_completions_is_worked_by_hand():
     here = {name for name, *_ in BY_HAND} | {"bco", "aot_unpaired", "sft", "csft"}
     assert here == {name for name, method in METHODS.items() if method.rows != "grouped"}
 
@@ -135,7 +135,7 @@ def test_of_equal_margins_the_earlier_row_of_the_step_ranks_lower(assignment):
 def test_aot_unpaired_brings_the_halves_of_one_difference_from_two_rows():
     # r_c = 4, -1 and r_l = -3, 1. Sorted: d = -1 + 3 = 2 and 4 - 1 = 3.
     taken = run("aot_unpaired", paired((4.0, -3.0), (-1.0, 1.0)), beta=1)
-    # Each row has one branch of either: (ln(1 + e^-2) + ln(1 + e^-3)) / 2.
+    # Each row has one completion of either: (ln(1 + e^-2) + ln(1 + e^-3)) / 2.
     assert taken.losses.tolist() == pytest.approx([0.087758, 0.087758], abs=5e-7)
     # Half (of two rows) of S(-3) = .047426 for d = 3, of S(-2) = .119203 for d = 2.
     slopes = [-0.023713, 0.059601, -0.059601, 0.023713]
@@ -153,12 +153,12 @@ def test_bco_moves_its_zero_point_with_every_step():
     assert second.state["bco"] == pytest.approx((4.0, 0.05))
 
 
-def test_imitation_divides_by_all_tokens_of_the_step_and_reports_by_branch():
-    # 3 nats over 4 tokens and 5 over 1: 8 / 5 a token, (.75 + 5) / 2 a branch.
-    taken = run("sft", branches([-3.0, -5.0], num_tokens=[4, 1], roles=[Role.CHOSEN] * 2))
+def test_imitation_divides_by_all_tokens_of_the_step_and_reports_by_completion():
+    # 3 nats over 4 tokens and 5 over 1: 8 / 5 a token, (.75 + 5) / 2 a completion.
+    taken = run("sft", completions([-3.0, -5.0], num_tokens=[4, 1], roles=[Role.CHOSEN] * 2))
     assert (taken.loss, taken.means["nll"]) == (1.6, 2.875)
     # csft learns bad completions as it does good ones, each behind its own text.
-    taken = run("csft", branches([-6.0, -2.0], num_tokens=[4, 1], roles=LABELS))
+    taken = run("csft", completions([-6.0, -2.0], num_tokens=[4, 1], roles=LABELS))
     assert taken.loss == pytest.approx(8 / 5)
     assert taken.means == pytest.approx({"nll/desirable": 1.5, "nll/undesirable": 2.0})
     texts = control_texts(CsftOptions(good_token="<good>", bad_token="<bad>"))
@@ -166,12 +166,12 @@ def test_imitation_divides_by_all_tokens_of_the_step_and_reports_by_branch():
 
 
 def test_scores_are_compared_with_their_margin_and_with_no_reference():
-    whole = branches([1.5, 0.5], [-70.0, -90.0], roles=PAIR, columns={"wanted": [1.0]})
+    whole = completions([1.5, 0.5], [-70.0, -90.0], roles=PAIR, columns={"wanted": [1.0]})
     taken = run("reward", whole, modifiers=IN_USE["margin"])
     assert taken.loss == pytest.approx(math.log(2))  # -LS(1.5 - .5 - 1)
     told = {"chosen": 1.5, "rejected": 0.5, "margins": 1.0, "accuracies": 1.0, "ties": 0.0}
     assert taken.means == {f"rewards/{name}": value for name, value in told.items()}
-    taken = run("reward_binary", branches([2.0, -1.0], [-70.0, -90.0], roles=LABELS))
+    taken = run("reward_binary", completions([2.0, -1.0], [-70.0, -90.0], roles=LABELS))
     told = {"chosen": 2.0, "rejected": -1.0, "accuracies": 1.0, "ties": 0.0}
     assert taken.means == {f"rewards/{name}": value for name, value in told.items()}
 

@@ -27,7 +27,7 @@ from support.method_steps import (
     PAIR,
     Said,
     each,
-    random_branches,
+    random_completions,
     rows_of,
     take,
     take_objective,
@@ -56,7 +56,7 @@ def test_a_mixture_worked_by_hand():
 )
 def test_a_mixture_is_the_weighted_sum_of_its_methods_each_with_its_own_options(name, values):
     objective = objective_of(name, values)
-    whole = random_branches(objective.rows, 7)
+    whole = random_completions(objective.rows, 7)
     dealt = [[0, 5, 1], [], [6, 2], [3, 4]]
     mixed = take_objective(objective, whole, mismatched=(0.4, -0.1), assignment=dealt)
     loss, gradient = 0.0, 0.0
@@ -76,13 +76,13 @@ def test_a_mixture_is_the_weighted_sum_of_its_methods_each_with_its_own_options(
 
 
 def as_labelled(whole):
-    """Chosen branches as desirable ones, rejected ones as undesirable ones."""
+    """Chosen completions as desirable ones, rejected ones as undesirable ones."""
     roles = dict(zip(PAIR, LABELS, strict=True))
     labels = [roles.get(Role(role), role) for role in whole.roles.tolist()]
     return replace(whole, roles=torch.tensor(labels, dtype=torch.int8))
 
 
-def test_a_step_without_a_branch_to_imitate_still_has_a_loss():
+def test_a_step_without_a_completion_to_imitate_still_has_a_loss():
     whole = rows_of([Said((0.0,)), Said((0.0,))], roles=(Role.UNDESIRABLE,) * 2)
     taken = take_objective(objective_of("kto+sft:3", {}), whole, mismatched=(0.0,))
     assert taken.loss == taken.reported == 0.5
@@ -98,14 +98,16 @@ def test_a_mixture_learns_from_the_rows_all_of_its_methods_can_read():
 
 def test_whichever_part_is_not_finite_its_row_is_to_blame():
     for bad in (math.nan, math.inf, -math.inf):
-        whole = random_branches("paired", 4)
+        whole = random_completions("paired", 4)
         with torch.no_grad():
-            whole.logps[5] = bad  # the rejected branch of the third row: sft does not look at it
+            whole.logps[5] = (
+                bad  # the rejected completion of the third row: sft does not look at it
+            )
         losses = take_objective(objective_of("sft+dpo:0.5", {}), whole).losses
         assert (~losses.isfinite()).nonzero()[:, 0].tolist() == [4, 5], bad
 
 
-def test_parts_that_want_other_mismatched_branches_are_refused():
+def test_parts_that_want_other_mismatched_completions_are_refused():
     for option, value in (("kl_use", "all"), ("kl_per_step", 4)):
         for mixture in ("kto+kto_logsigmoid", "kto_logsigmoid+kto"):
             named = (f"method.kto_logsigmoid.{option} is {value}", f"method.kto.{option}")
@@ -136,7 +138,7 @@ def test_weights_of_labels_are_resolved_in_every_part():
 
 
 def test_each_part_sees_and_remembers_its_own_only():
-    whole = random_branches("paired", 4)
+    whole = random_completions("paired", 4)
     objective = objective_of("bco+aot+aot_unpaired", {})
     names = {name.partition("/")[0] for name in objective.pre_pass(whole)}
     assert names == {"bco", "aot", "aot_unpaired"}
@@ -182,7 +184,7 @@ def test_each_option_is_read(method, option):
         if method.context:
             assert method.context(plain) != method.context(other)
             continue
-        whole = random_branches(method.rows, 12)
+        whole = random_completions(method.rows, 12)
         losses = [
             take(method, whole, options=options, mismatched=MISMATCHED).losses
             for options in (plain, other)

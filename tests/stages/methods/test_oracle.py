@@ -7,11 +7,11 @@ import pytest
 
 from align.stages.methods.objective import is_good
 from align.stages.methods.table import METHODS, options_of
-from support.method_steps import MISMATCHED, each, random_branches, take
+from support.method_steps import MISMATCHED, each, random_completions, take
 
 pytestmark = pytest.mark.numeric
 
-# Of the good or of the bad branches; `seen` is r as the pre-pass of the step found it.
+# Of the good or of the bad completions; `seen` is r as the pre-pass of the step found it.
 Side = namedtuple("Side", "lp ref n r m s seen")
 
 
@@ -70,7 +70,7 @@ def bco(up, down, o):
 
 
 Z = max(0, np.mean(MISMATCHED))
-# One loss of each pair, or two: of the desirable and of the undesirable branch.
+# One loss of each pair, or two: of the desirable and of the undesirable completion.
 ORACLES = {
     "dpo": lambda up, down, o: smoothed(o.beta * (up.r - down.r), o),
     "cdpo": lambda up, down, o: smoothed(o.beta * (up.r - down.r), o),
@@ -177,7 +177,7 @@ def oracle_loss(method, whole, losses):
     }
 )
 def test_loss_and_gradient_are_the_formula_and_its_slope(method, values):
-    whole, options = random_branches(method.rows, 12), options_of(method, values)
+    whole, options = random_completions(method.rows, 12), options_of(method, values)
     how = {"mismatched": MISMATCHED, "options": options}
     taken = take(method, whole, **how, assignment=[[4, 11, 1], [], [6, 0, 3, 10, 5], [9, 2, 8, 7]])
     logps = whole.logps.detach().numpy()

@@ -41,7 +41,7 @@ def grpo_oracle(
     rows, *, beta=0.01, epsilon=0.2, normalize="tokens", low=-np.inf, high=np.inf, **of_gains
 ):
     """The loss of a step."""
-    losses, by_branch = [], []
+    losses, by_completion = [], []
     for row in rows:
         gains = gains_of([said.score for said in row], **of_gains)
         for said, gain in zip(row, gains, strict=True):
@@ -51,8 +51,8 @@ def grpo_oracle(
                 for ratio in said.ratios
             ]
             losses += own
-            by_branch.append(np.mean(own))
-    return np.mean(losses if normalize == "tokens" else by_branch)
+            by_completion.append(np.mean(own))
+    return np.mean(losses if normalize == "tokens" else by_completion)
 
 
 def gae(said, *, lam, gamma):

@@ -16,11 +16,11 @@ from support.method_steps import (
     MISMATCHED,
     OBJECTIVES,
     ROLES,
-    branches,
+    completions,
     each,
     moved,
     num_rows,
-    random_branches,
+    random_completions,
     take,
     take_objective,
 )
@@ -30,7 +30,7 @@ SCORES = (2.0, -1.0, 0.5, 0.5, 1e4, 0.5, 0.5)
 VALUES = (0.0, 1e4, -1e4, 0.5, -2.0)
 # Methods of two sides that compare nothing, and so have no rewards to report.
 WITHOUT_REWARDS = {"csft"}
-# Methods with a reference that divide each branch by its own length.
+# Methods with a reference that divide each completion by its own length.
 PER_TOKEN = {"ipo", "dpo_norm"}
 # What more a divergence can be, and modifiers that change the same ratios one after the other.
 DIVERGING = [
@@ -45,14 +45,14 @@ EXTREME = OBJECTIVES | {f"dpo {values}": (objective_of("dpo", values),) for valu
 
 @cache
 def corners(kind):
-    """Every pair of extreme branches: certain, hopeless, and 1e4 nats from the reference."""
+    """Every pair of extreme completions: certain, hopeless, and 1e4 nats from the reference."""
     size = len(ROLES[kind])
     sides = itertools.product(EXTREMES, EXTREMES)
     sides = [(*side, length) for side, length in zip(sides, itertools.cycle((1, 7)), strict=False)]
     flat = [side for both in itertools.product(sides, sides) for side in both]
     rows = len(flat) // size
     logps, reference, num_tokens = zip(*flat[: rows * size], strict=True)
-    whole = branches(
+    whole = completions(
         list(logps),
         list(reference),
         num_tokens=list(num_tokens),
@@ -102,7 +102,9 @@ def test_loss_and_gradient_are_finite_ten_thousand_nats_away(objective):
 @each(OBJECTIVES)
 def test_a_step_without_rows_gives_nothing_and_no_nan(objective):
     for mismatched in ((), MISMATCHED):
-        taken = take_objective(objective, random_branches(objective.rows, 0), mismatched=mismatched)
+        taken = take_objective(
+            objective, random_completions(objective.rows, 0), mismatched=mismatched
+        )
         assert len(taken.losses) == len(taken.token_gradient) == 0
         assert (taken.means, taken.reported) == ({}, None)
         require_finite(taken)
@@ -112,7 +114,7 @@ def test_a_step_without_rows_gives_nothing_and_no_nan(objective):
 def test_what_a_single_row_label_or_candidate_cannot_tell_is_left_out(method):
     alone = {"labelled": [(label,) * 2 for label in LABELS], "grouped": [(Role.CANDIDATE,)]}
     for roles in (None, *alone.get(method.rows, ())):
-        taken = take(method, random_branches(method.rows, 1, roles=roles), mismatched=(0.7,))
+        taken = take(method, random_completions(method.rows, 1, roles=roles), mismatched=(0.7,))
         require_finite(taken)
         if roles and method.rows == "labelled" and method.name not in WITHOUT_REWARDS:
             for name, label in zip(("chosen", "rejected"), LABELS, strict=True):
@@ -121,12 +123,12 @@ def test_what_a_single_row_label_or_candidate_cannot_tell_is_left_out(method):
 
 @each(OBJECTIVES)
 def test_any_way_to_deal_a_step_to_micro_batches_and_ranks_gives_the_same(objective):
-    state = take_objective(objective, random_branches(objective.rows, 5, seed=9)).state
-    # Rows of one branch make micro-batches of one label, or of a candidate without another.
+    state = take_objective(objective, random_completions(objective.rows, 5, seed=9)).state
+    # Rows of one completion make micro-batches of one label, or of a candidate without another.
     sizes = (None, 1, 4) if objective.rows in {"labelled", "grouped"} else (None,)
     for seed, per_row in enumerate(sizes):
         draw, hands = random.Random(seed), [[], [], [], []]  # the last of them gets nothing
-        whole = random_branches(objective.rows, 5, seed=seed, per_row=per_row)
+        whole = random_completions(objective.rows, 5, seed=seed, per_row=per_row)
         for row in range(num_rows(whole)):
             draw.choice(hands[:3]).append(row)
         how = {"mismatched": MISMATCHED, "state": state}
@@ -137,7 +139,7 @@ def test_any_way_to_deal_a_step_to_micro_batches_and_ranks_gives_the_same(object
 
 @each(BY_NAME)
 def test_a_method_reads_what_it_says_that_it_needs_or_remembers_and_nothing_else(method):
-    whole, earlier = (random_branches(method.rows, 3, seed=seed) for seed in (0, 1))
+    whole, earlier = (random_completions(method.rows, 3, seed=seed) for seed in (0, 1))
     elsewhere = moved(whole, reference=whole.reference - 1.5 * whole.reference.cos())
     rated = replace(whole, scores=whole.scores.exp())
     state = take(method, earlier, mismatched=MISMATCHED).state
@@ -160,7 +162,7 @@ def test_a_method_reads_what_it_says_that_it_needs_or_remembers_and_nothing_else
 def test_methods_of_two_sides_report_rewards_and_log_probs_under_the_same_names(method):
     if method.rows not in {"paired", "labelled"} or method.name in WITHOUT_REWARDS:
         return
-    whole = random_branches(method.rows, 3)
+    whole = random_completions(method.rows, 3)
     taken = take(method, whole, mismatched=MISMATCHED)
     logps, told = whole.logps.detach(), taken.means
     expected = {"rewards" if method.head == "score" else "logps": logps}

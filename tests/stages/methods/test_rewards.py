@@ -15,11 +15,11 @@ from support.method_steps import (
     MISMATCHED,
     PAIR,
     WORDS,
-    branches,
+    completions,
     each,
     moved,
     pair,
-    random_branches,
+    random_completions,
     take,
     take_objective,
 )
@@ -41,7 +41,7 @@ COMPARISONS = {
 @each(COMPARISONS)
 def test_rewards_that_differ_by_rounding_are_ties_of_any_method(name, values):
     objective = objective_of(name, values)
-    whole = random_branches(objective.rows, 8, roles=SIDES.get(objective.rows))
+    whole = random_completions(objective.rows, 8, roles=SIDES.get(objective.rows))
     # Before the first step: each token is as likely as under the reference.
     tokens = replace(whole.tokens, reference=whole.tokens.logps.detach())
     scores = torch.tensor([1.0, -1.0] * 8).double()
@@ -50,7 +50,7 @@ def test_rewards_that_differ_by_rounding_are_ties_of_any_method(name, values):
         # So likely that humanline clamps no token.
         sums, counts = (some.detach()[0::2] for some in (whole.logps / 50, whole.num_tokens))
         twice = (some.repeat_interleave(2).tolist() for some in (sums, counts.long()))
-        same = branches(next(twice), num_tokens=next(twice), roles=whole.roles.tolist())
+        same = completions(next(twice), num_tokens=next(twice), roles=whole.roles.tolist())
         whole = replace(same, scores=whole.scores, columns=whole.columns)
     gone_up, up_and_down = ([1.0, -1.0, 0.5, -1.0, 1.0, -0.5], [-1.0, 1.0, 1.0, -1.0, 0.0, 1.0])
     for by, noise, told in ((0.9, up_and_down, (0.5, 1.0)), (9.0, gone_up, (1.0, 0.0))):
@@ -64,7 +64,7 @@ def test_a_tie_is_scaled_as_the_reward_is():
     """Of 4 and 2 tokens; each sum may be off by 1e-4, so two of them by 2e-4."""
 
     def told(name, by, **values):
-        whole = branches([-4.0 + by, -2.0], [-4.0, -2.0], num_tokens=[4, 2], roles=PAIR)
+        whole = completions([-4.0 + by, -2.0], [-4.0, -2.0], num_tokens=[4, 2], roles=PAIR)
         return take(METHODS[name], whole, options=options_of(METHODS[name], values)).means
 
     def ties(name, *gaps, **values):
@@ -105,7 +105,7 @@ def test_a_tie_is_what_rounding_makes_in_the_dtypes_that_are_compared():
 
 def test_rewards_per_token_worked_by_hand():
     # r 3 over 1 token and 8 over 8: sums say 3 < 8, means 3 > 1; m is -1 and -1.125.
-    whole = branches([-1.0, -9.0], [-4.0, -17.0], num_tokens=[1, 8], roles=PAIR)
+    whole = completions([-1.0, -9.0], [-4.0, -17.0], num_tokens=[1, 8], roles=PAIR)
     expected = {"dpo": -0.5, "ipo": 0.2, "dpo_norm": 10, "cpo": 0.8, "slic": 8, "simpo": 1.25}
     for name, margin in (expected | {"orpo": 0.0125}).items():
         means = take(METHODS[name], whole).means
@@ -116,11 +116,11 @@ def test_rewards_per_token_worked_by_hand():
 def test_ranked_methods_report_what_stands_at_the_same_rank():
     # r_c is 1 and 5, r_l is 3 and 2: of the rows' own sides half are right, 1 < 3 and 5 > 2;
     # sorted, 1 < 2 and 5 > 3.
-    whole = branches([1.0, 3.0, 5.0, 2.0], roles=PAIR * 2)
+    whole = completions([1.0, 3.0, 5.0, 2.0], roles=PAIR * 2)
     taken = take(METHODS["aot_unpaired"], whole)
     assert taken.values["rewards/margins"].tolist() == pytest.approx([-0.1, 0.2])
     # lp_c - lp_l is -2 and 3, that of the reference -9 and 4: d is 7 and -1, the rows' own -6, 12.
-    whole = branches([1.0, 3.0, 5.0, 2.0], [4.0, 0.0, 0.0, 9.0], roles=PAIR * 2)
+    whole = completions([1.0, 3.0, 5.0, 2.0], [4.0, 0.0, 0.0, 9.0], roles=PAIR * 2)
     taken = take(METHODS["aot"], whole)
     assert taken.values["rewards/margins"].tolist() == pytest.approx([0.7, -0.1])
     assert taken.values["rewards/accuracies"].tolist() == [1.0, 0.0]
@@ -130,14 +130,14 @@ def test_ranked_methods_report_what_stands_at_the_same_rank():
 ROUNDING = 2.0**-9  # of each ratio
 
 
-LEAST_GAP = 2 * ROUNDING  # of two sides; and of means of several branches no more
+LEAST_GAP = 2 * ROUNDING  # of two sides; and of means of several completions no more
 D, U = Role.DESIRABLE, Role.UNDESIRABLE
 
 
 def told_of(*rows):
-    """Accuracy and ties of rows of (label, log-ratio) branches, rewards being half of those."""
-    flat = [branch for row in rows for branch in row]
-    whole = branches([ratio for _, ratio in flat], roles=[role for role, _ in flat])
+    """Accuracy and ties of rows of (label, log-ratio) completions, rewards being half of those."""
+    flat = [completion for row in rows for completion in row]
+    whole = completions([ratio for _, ratio in flat], roles=[role for role, _ in flat])
     numbers = [number for number, row in enumerate(rows) for _ in row]
     part = Term(METHODS["kto_zero"], options_of(METHODS["kto_zero"], {"beta": 0.5}))
     objective = Objective((part,), rounding=ROUNDING)
@@ -145,12 +145,12 @@ def told_of(*rows):
     return [means.get(f"rewards/{name}") for name in ("accuracies", "ties")]
 
 
-def test_a_row_is_right_when_its_desirable_branches_have_the_higher_mean():
+def test_a_row_is_right_when_its_desirable_completions_have_the_higher_mean():
     assert told_of([(D, 2.0), (U, 1.0)], [(U, -1.0), (D, 1.0)]) == [1.0, 0.0]
     assert told_of([(D, -3.0), (U, 1.0)], [(D, 1.0), (U, 1.0)]) == [0.25, 0.5]
     # desirable (4 + -1) / 2 = 1.5, undesirable (1 + 1 + 1) / 3 = 1; the sums are 3 and 3
     assert told_of([(D, 4.0), (D, -1.0), (U, 1.0), (U, 1.0), (U, 1.0)])[0] == 1.0
-    # desirable (0 + 1) / 2 = 0.5, undesirable 0.75; the best branch is desirable
+    # desirable (0 + 1) / 2 = 0.5, undesirable 0.75; the best completion is desirable
     assert told_of([(D, 0.0), (D, 1.0), (U, 0.75)])[0] == 0.0
     # Each row is judged against its own: 1 > 0 and 5 > 4, though 1 < 4.
     assert told_of([(D, 1.0), (U, 0.0)], [(D, 5.0), (U, 4.0)])[0] == 1.0

@@ -55,10 +55,12 @@ def test_rows_of_one_prompt_become_one_in_any_order(new_folder, records, shuffle
     for each in records:
         weights[tuple(each.prompt)].add(each.record.carried["weight"])
         by_hand[tuple(each.prompt)][tuple(each.completions[0]), each.record.scores[0]] += 1
-    found = {row.prompt: Counter((ids, score) for ids, _, score, _ in row.branches) for row in rows}
+    found = {
+        row.prompt: Counter((ids, score) for ids, _, score, _ in row.completions) for row in rows
+    }
     assert found == by_hand
     assert len(rows) == len(by_hand)
-    assert all(role == Role.CANDIDATE for row in rows for _, role, _, _ in row.branches)
+    assert all(role == Role.CANDIDATE for row in rows for _, role, _, _ in row.completions)
     assert notes["rows_joined_by_prompt"] == len(records) - len(rows)
     assert notes["prompts_with_more_than_one_weight"] == sum(len(w) > 1 for w in weights.values())
 
@@ -79,7 +81,7 @@ def test_a_joined_row_has_an_id_of_all_its_rows(tmp_path):
         return row
 
     row = joined_of(*range(5))
-    assert (row.source[1],) == row.branches[0][0]
+    assert (row.source[1],) == row.completions[0][0]
     ids = {joined_of(2, 3, last).row_id for last in range(4, 12)}
     assert len(ids | {joined_of(2, 3).row_id}) == 9
     alone, other, again = (joined_of(2, score=n % 2).row_id for n in (1, 2, 3))
@@ -99,7 +101,7 @@ def joined(*rows, side="left", limit=None):
     merged = merge_same_prompts(keyed, notes, prompt_side=side)
     found = []
     for row in plain(merged):
-        ids = [ids for ids, *_ in row.branches]  # with what they got of their prompt
+        ids = [ids for ids, *_ in row.completions]  # with what they got of their prompt
         (alone,) = plain(key_rows([encoded([1], *ids)], **PLAIN))
         assert row.completion_keys == alone.completion_keys
         found.append((row.prompt, row.prompt_cut, sorted(ids)))
@@ -157,7 +159,7 @@ def test_moved_prompt_tokens_count_as_the_first_token():
     ]
     keyed = key_rows(records, **PLAIN).in_key_order()
     (row,) = plain(merge_same_prompts(keyed, Counter(), prompt_side="left"))
-    found = dict(zip((ids for ids, *_ in row.branches), row.turns, strict=True))
+    found = dict(zip((ids for ids, *_ in row.completions), row.turns, strict=True))
     assert found == {(4, 7, 8): (0, 0, 1), (4, 5, 9): (1, 1, 1), (9, 9): (0, 1)}
 
 

@@ -49,7 +49,9 @@ def test_order_chunks_slices_and_ranges_leave_no_trace(new_folder, records, shuf
     for row in rows:  # each knows where it came from
         source = records[row.source[1]]
         assert row.prompt == tuple(source.prompt)
-        assert [branch[0] for branch in row.branches] == [tuple(ids) for ids in source.completions]
+        assert [completion[0] for completion in row.completions] == [
+            tuple(ids) for ids in source.completions
+        ]
         assert row.carried == (source.record.carried["weight"],)
     shuffled = records[:]
     shuffler.shuffle(shuffled)

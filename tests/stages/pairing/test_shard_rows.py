@@ -64,20 +64,20 @@ def by_hand(rows, num_pairs, max_length):
     And how many of these are another's than the partner's own.
     """
     every = [
-        (branch[0], branch[3], turns, row.prompt)
+        (completion[0], completion[3], turns, row.prompt)
         for row in rows
-        for branch, turns in zip(row.branches, row.turns, strict=True)
+        for completion, turns in zip(row.completions, row.turns, strict=True)
     ]
-    prompts = [row.place for row in rows for _ in row.branches]
+    prompts = [row.place for row in rows for _ in row.completions]
     texts = [key for row in rows for key in row.completion_keys]
     keys = np.array(prompts, np.uint64), np.array(texts, np.uint64)
     partners = choose_partners(*keys, len(every), num_pairs)
     result, replaced, first = [], 0, 0
     for row in rows:
-        branches, turns = list(row.branches), list(row.turns)
+        completions, turns = list(row.completions), list(row.turns)
         possible = True
         for k in range(num_pairs):
-            for place, (own, *_) in enumerate(row.branches):
+            for place, (own, *_) in enumerate(row.completions):
                 partner = int(partners[k, first + place])
                 following = enumerate(every[partner:] + every[:partner])
                 fitting = [
@@ -93,13 +93,13 @@ def by_hand(rows, num_pairs, max_length):
                     and prompt != row.prompt
                 ]
                 fitting = [] if partner == NONE else fitting
-                branches += [branch for _, branch, _ in fitting[:1]]
+                completions += [completion for _, completion, _ in fitting[:1]]
                 turns += [learned for _, _, learned in fitting[:1]]
                 replaced += bool(fitting) and fitting[0][0] > 0
                 possible &= bool(fitting)
-        whole_row = row._replace(branches=tuple(branches), turns=tuple(turns))
+        whole_row = row._replace(completions=tuple(completions), turns=tuple(turns))
         result.append(whole_row if possible else None)
-        first += len(row.branches)
+        first += len(row.completions)
     return result, replaced
 
 
@@ -134,16 +134,18 @@ def test_partners_in_many_shards_are_of_other_prompts_and_texts(
 ):
     how = {"ranges": ranges, "num_pairs": num_pairs, "carried": ("weight",)}
     shards = shards_of(new_folder(), records, **how)
-    every = [(row.prompt, branch[0]) for row in shards.all_rows() for branch in row.branches]
+    every = [
+        (row.prompt, completion[0]) for row in shards.all_rows() for completion in row.completions
+    ]
     made = [shards.build(number) for number in range(ranges) if shards.rows.read(number, Counter())]
     rejected = {one.row for shard in made for one in shard.rejected}
     for row in (row for shard in made for row in plain_of(shard)):
-        own = len(row.branches) // (1 + num_pairs)
-        for place, branch in enumerate(row.branches[own:]):
-            mine = row.branches[place % own][0]
-            theirs = {prompt for prompt, ids in every if ids == branch[0]}
-            assert branch[1] == Role.MISMATCHED
-            assert branch[0] != mine
+        own = len(row.completions) // (1 + num_pairs)
+        for place, completion in enumerate(row.completions[own:]):
+            mine = row.completions[place % own][0]
+            theirs = {prompt for prompt, ids in every if ids == completion[0]}
+            assert completion[1] == Role.MISMATCHED
+            assert completion[0] != mine
             assert theirs - {row.prompt}
     for number, record in enumerate(records):
         own = tuple(record.prompt)
@@ -168,7 +170,7 @@ def test_a_shard_of_few_rows_borrows_the_same_ranges_whoever_makes_it(tmp_path):
         assert [row._replace(source=None) for row in rows] == [
             row._replace(source=None) for row in again
         ]
-        used.update(branch[0] for row in rows for branch in row.branches[2:])
+        used.update(completion[0] for row in rows for completion in row.completions[2:])
     assert used.total() == 2 * 400
     assert max(used.values()) <= 2 * 4
 
@@ -188,7 +190,7 @@ def test_a_row_without_another_text_is_rejected_alone(tmp_path):
     assert "max_length" in bad.detail
     (row,) = plain_of(shard)
     assert row.prompt == (8,)
-    assert [(ids, cut) for ids, _, _, cut in row.branches] == [((1, 2, EOS), 0), ((1,), 2)]
+    assert [(ids, cut) for ids, _, _, cut in row.completions] == [((1, 2, EOS), 0), ((1,), 2)]
     # And where the only partner has nothing left but EOS, which is taken off if it is one.
     shards = two(tmp_path, long_prompt, encoded([8], [EOS, 2, EOS], row=1))
     for stops, left in ((STOPS, [(8,)]), (frozenset(), [(7, 7, 7), (8,)])):
@@ -207,7 +209,7 @@ def test_a_partner_without_learned_tokens_is_replaced(tmp_path):
     shards = shards_of(tmp_path, [long_prompt, partner, other], num_pairs=1)
     rows = plain_of(shards.build(max_length=5, stops=STOPS))
     (row,) = (row for row in rows if row.prompt == (7, 7, 7))
-    assert (row.branches[1][0], row.turns[1]) == ((5, 6), (1, 0))
+    assert (row.completions[1][0], row.turns[1]) == ((5, 6), (1, 0))
 
 
 def test_one_prompt_of_forty_percent_uses_the_others_about_equally_often(tmp_path):
@@ -220,6 +222,6 @@ def test_one_prompt_of_forty_percent_uses_the_others_about_equally_often(tmp_pat
         assert not shard.rejected
         for row in plain_of(shard):
             if row.prompt == (1,):
-                uses.update(ids for ids, *_ in row.branches[len(row.branches) // 5 :])
+                uses.update(ids for ids, *_ in row.completions[len(row.completions) // 5 :])
     assert {last for _, last in uses} == {6}
     assert max(uses.values()) <= 2 * -(-4 * 400 // len(uses))

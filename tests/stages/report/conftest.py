@@ -12,7 +12,7 @@ from support.encoded_rows import encoded
 from support.made_caches import commit_blocks, plan_of
 
 
-class Branch(NamedTuple):
+class Completion(NamedTuple):
     role: Role
     ids: list[int]
     logp: float
@@ -23,7 +23,7 @@ class Branch(NamedTuple):
 @dataclass(frozen=True)
 class Row:
     prompt: list[int]
-    branches: list[Branch]
+    completions: list[Completion]
     prompt_cut: int = 0
     carried: dict[str, float] = field(default_factory=dict)
 
@@ -33,11 +33,11 @@ def block_of(rows, first):
     records = [
         encoded(
             row.prompt,
-            *(branch.ids for branch in row.branches),
+            *(completion.ids for completion in row.completions),
             row=number,
-            roles=[branch.role for branch in row.branches],
-            scores=[branch.score for branch in row.branches],
-            cut=[branch.cut for branch in row.branches],
+            roles=[completion.role for completion in row.completions],
+            scores=[completion.score for completion in row.completions],
+            cut=[completion.cut for completion in row.completions],
             prompt_cut=row.prompt_cut,
             carried=row.carried,
         )
@@ -45,7 +45,7 @@ def block_of(rows, first):
     ]
     block = key_rows(records, carried=[*rows[0].carried])
     ids = [f"{number:016d}".encode().hex() for number in block.row.tolist()]
-    logps = np.array([branch.logp for row in rows for branch in row.branches])
+    logps = np.array([completion.logp for row in rows for completion in row.completions])
     return block.with_columns(row_id=ids, ref_logp=logps).without("completion_key")
 
 
@@ -67,11 +67,13 @@ def write_cache(root, rows, *, per_unit):
 
 def pair(prompt, chosen, rejected, *, prompt_cut=0, rejected_cut=0):
     """A pair; mismatch k = 1, 2 of a completion has its ids + 100 k and its log-prob - 100 k."""
-    own = [Branch(Role.CHOSEN, *chosen), Branch(Role.REJECTED, *rejected, cut=rejected_cut)]
+    own = [Completion(Role.CHOSEN, *chosen), Completion(Role.REJECTED, *rejected, cut=rejected_cut)]
     others = [
-        Branch(Role.MISMATCHED, [i + 100 * k for i in branch.ids], branch.logp - 100 * k)
+        Completion(
+            Role.MISMATCHED, [i + 100 * k for i in completion.ids], completion.logp - 100 * k
+        )
         for k in (1, 2)
-        for branch in own
+        for completion in own
     ]
     return Row(prompt, own + others, prompt_cut)
 
@@ -86,8 +88,8 @@ PAIRS = [
 
 def labelled(number, role):
     """One completion and a mismatched one, with a weight."""
-    other = Branch(Role.MISMATCHED, [50 + number], -60.0 - number)
-    own = Branch(role, [number, number], -1.0 - number)
+    other = Completion(Role.MISMATCHED, [50 + number], -60.0 - number)
+    own = Completion(role, [number, number], -1.0 - number)
     return Row([number], [own, other], carried={"weight": number / 2})
 
 
@@ -95,19 +97,21 @@ GROUPS = [  # of two, one score unknown, and of one
     Row(
         [1],
         [
-            Branch(Role.CANDIDATE, [2, 3], -2.0, score=0.5),
-            Branch(Role.CANDIDATE, [4], -1.0),
-            Branch(Role.MISMATCHED, [7], -9.0),
-            Branch(Role.MISMATCHED, [2, 3], -8.0),
+            Completion(Role.CANDIDATE, [2, 3], -2.0, score=0.5),
+            Completion(Role.CANDIDATE, [4], -1.0),
+            Completion(Role.MISMATCHED, [7], -9.0),
+            Completion(Role.MISMATCHED, [2, 3], -8.0),
         ],
     ),
-    Row([6], [Branch(Role.CANDIDATE, [7], -3.0, 0, 1.0), Branch(Role.MISMATCHED, [4], -7.0)]),
+    Row(
+        [6], [Completion(Role.CANDIDATE, [7], -3.0, 0, 1.0), Completion(Role.MISMATCHED, [4], -7.0)]
+    ),
 ]
 CACHES = {
     "paired": PAIRS,
     "unpaired": [labelled(0, Role.DESIRABLE), *(labelled(n, Role.UNDESIRABLE) for n in (1, 2, 3))],
     "scored": GROUPS,
-    "two chosen": [Row([1], [Branch(Role.CHOSEN, [number], -1.0) for number in (1, 2)])],
+    "two chosen": [Row([1], [Completion(Role.CHOSEN, [number], -1.0) for number in (1, 2)])],
 }
 
 

@@ -37,7 +37,7 @@ def score():
 
 @pytest.fixture
 def rows():
-    """Forty rows with two or three branches; some neighbours have one prompt."""
+    """Forty rows with two or three completions; some neighbours have one prompt."""
     random = np.random.default_rng(0)
     records = []
     for row in range(40):
@@ -49,13 +49,13 @@ def rows():
 
 @pytest.fixture
 def one_by_one():
-    """Each branch's token log-probs by the stub, one branch at a time."""
+    """Each completion's token log-probs by the stub, one completion at a time."""
 
     def call(rows):
         return [
-            STUB.score([Tree(rows.prompts[row], (rows.completions[branch],))])
+            STUB.score([Tree(rows.prompts[row], (rows.completions[completion],))])
             for row in range(len(rows))
-            for branch in range(rows.completion_offsets[row], rows.completion_offsets[row + 1])
+            for completion in range(rows.completion_offsets[row], rows.completion_offsets[row + 1])
         ]
 
     return call

@@ -14,11 +14,11 @@ NUMERICS = ({"path": "one"}, {"path": "two"})
 
 
 def by_content(rows):
-    """(prompt, completion) of every branch, as tuples."""
+    """Every completion with its prompt, as tuples (prompt, completion)."""
     return [
-        (tuple(rows.prompts[row].tolist()), tuple(rows.completions[branch].tolist()))
+        (tuple(rows.prompts[row].tolist()), tuple(rows.completions[completion].tolist()))
         for row in range(len(rows))
-        for branch in range(rows.completion_offsets[row], rows.completion_offsets[row + 1])
+        for completion in range(rows.completion_offsets[row], rows.completion_offsets[row + 1])
     ]
 
 
@@ -54,7 +54,7 @@ def block_of(*records):
     return key_rows(list(records), carried=())
 
 
-def test_the_boundary_is_part_of_what_a_branch_is(rows):
+def test_the_boundary_is_part_of_what_a_completion_is(rows):
     keys = {
         completion_keys(block_of(encoded(prompt, completion)))[0]
         for prompt, completion in [([1, 2], [3]), ([1], [2, 3]), ([1, 2, 3], [4]), ([1, 2], [3, 4])]

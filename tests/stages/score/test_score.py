@@ -1,4 +1,4 @@
-"""Scoring a shard: plans, and the values of each branch alone, whatever the memory is."""
+"""Scoring a shard: plans, and the values of each completion alone, whatever the memory is."""
 
 import math
 from collections import Counter
@@ -24,8 +24,8 @@ def reasons(scores):
     return Counter(bad.reason for bad in scores.rejected)
 
 
-def sums_of(branches):
-    return [math.fsum(map(float, tokens)) for tokens in branches]
+def sums_of(completions):
+    return [math.fsum(map(float, tokens)) for tokens in completions]
 
 
 def block_of(*records):
@@ -34,14 +34,14 @@ def block_of(*records):
 
 @pytest.mark.parametrize("pads", [True, False])
 @pytest.mark.parametrize("budget", [1, 40, 100_000])
-def test_sums_are_float64_of_the_float32_tokens_of_each_branch_alone(
+def test_sums_are_float64_of_the_float32_tokens_of_each_completion_alone(
     rows, score, one_by_one, budget, pads
 ):
     expected = one_by_one(rows)
     scores = score(rows, Faulty(pads=pads), budget=budget)
-    for branch, tokens in enumerate(scores.block.token_logps):
+    for completion, tokens in enumerate(scores.block.token_logps):
         assert tokens.dtype == np.float32
-        assert tokens.tobytes() == expected[branch].tobytes()
+        assert tokens.tobytes() == expected[completion].tobytes()
     sums = sums_of(expected)
     assert scores.block.logps.dtype == np.float64
     assert np.abs(scores.block.logps - sums).max() <= 1e-13
@@ -64,7 +64,7 @@ def test_a_sum_leaves_out_what_is_not_learned_though_its_token_is_not_finite(sco
     }
 
 
-def test_a_sum_does_not_depend_on_where_in_the_unit_the_branch_stands(score):
+def test_a_sum_does_not_depend_on_where_in_the_shard_the_completion_stands(score):
     long = list(np.random.default_rng(1).integers(10, 90, 1000))
     alone = score(block_of(encoded([3], long)), Faulty())
     for offset in range(1, 5):
@@ -106,7 +106,7 @@ def test_no_value_depends_on_how_many_batches_are_under_way(
     assert len(heard) == len(taken) == len(used) + max(refused - 1 - ahead, 0)
 
 
-def test_what_never_fits_is_quarantined_in_every_row_that_holds_it(score, one_by_one, rows):
+def test_what_never_fits_is_rejected_in_every_row_that_holds_it(score, one_by_one, rows):
     long = [5] * 50
     block = block_of(
         encoded([1, 2], [5], [6], row=0),
@@ -116,11 +116,11 @@ def test_what_never_fits_is_quarantined_in_every_row_that_holds_it(score, one_by
     )
     scores = score(block, Faulty(room=20))
     assert [(bad.row, bad.reason) for bad in scores.rejected] == [(1, "oom"), (3, "oom")]
-    for bad, branch in zip(scores.rejected, ("completion 0", "completion 1"), strict=True):
-        assert branch in bad.detail
+    for bad, completion in zip(scores.rejected, ("completion 0", "completion 1"), strict=True):
+        assert completion in bad.detail
         assert "52 tokens" in bad.detail
     assert scores.block.row.tolist() == [0, 2]
-    kept = [one_by_one(block)[branch] for branch in (0, 1, 4, 5)]
+    kept = [one_by_one(block)[completion] for completion in (0, 1, 4, 5)]
     assert scores.block.logps.tolist() == sums_of(kept)
     assert [list(tokens) for tokens in scores.block.token_logps] == [list(t) for t in kept]
     nothing = score(rows, Faulty(room=0))
@@ -129,7 +129,7 @@ def test_what_never_fits_is_quarantined_in_every_row_that_holds_it(score, one_by
 
 
 @pytest.mark.parametrize(("value", "keep"), [(np.nan, True), (np.inf, False), (-np.inf, True)])
-def test_a_row_without_a_finite_log_prob_is_quarantined_alone(score, value, keep):
+def test_a_row_without_a_finite_log_prob_is_rejected_alone(score, value, keep):
     rows = block_of(
         encoded([1, 2], [5], [6], row=0),
         encoded([1, 2], [99, 4], [6, 7], row=1),  # scored in one tree with its neighbours
@@ -152,7 +152,7 @@ def test_a_log_prob_that_is_not_finite_spoils_no_neighbour_in_its_batch(
     rows, score, one_by_one, budget
 ):
     token = int(rows.completions[0][0])
-    is_bad = np.array([token in branch for branch in rows.completions])
+    is_bad = np.array([token in completion for completion in rows.completions])
     bad_rows = np.unique(rows.row_of_completion[is_bad])
     assert 0 < len(bad_rows) < len(rows) / 2
     scores = score(rows, Faulty(poison={token: np.inf}, spreads=True), budget=budget)
@@ -190,8 +190,10 @@ def test_what_is_known_is_copied_and_not_scored(rows, score):
     count = len(rows.completions)
     found = np.arange(count) % 3 == 0
     tokens = [
-        np.full(length if known else 0, -0.125 * (1 + branch % 4), np.float32)
-        for branch, (length, known) in enumerate(zip(rows.completions.lengths, found, strict=True))
+        np.full(length if known else 0, -0.125 * (1 + completion % 4), np.float32)
+        for completion, (length, known) in enumerate(
+            zip(rows.completions.lengths, found, strict=True)
+        )
     ]
     logps = np.where(found, -7.0 - np.arange(count), 0.0)
     known = KnownScores(found, Ragged.of(tokens, np.float32), logps, {})
@@ -200,8 +202,8 @@ def test_what_is_known_is_copied_and_not_scored(rows, score):
     fresh = score(rows, Faulty())
     expected = np.where(found, logps, fresh.block.logps)
     assert scores.block.logps.tobytes() == expected.tobytes()
-    for branch, values in enumerate(scores.block.token_logps):
-        source = tokens[branch] if found[branch] else fresh.block.token_logps[branch]
+    for completion, values in enumerate(scores.block.token_logps):
+        source = tokens[completion] if found[completion] else fresh.block.token_logps[completion]
         assert values.tobytes() == source.tobytes()
     assert scores.reused == found.sum()
 
@@ -221,8 +223,8 @@ def test_the_scorer_is_not_opened_when_nothing_is_to_be_scored(rows, score):
 
 
 @st.composite
-def prompts_and_branches(draw):
-    """The wanted branches of each prompt, the row of every branch, and all lengths."""
+def prompts_and_completions(draw):
+    """The wanted completions of each prompt, the row of every completion, and all lengths."""
     groups, row_of, lengths, prompts = [], [], [], []
     for _ in range(draw(st.integers(1, 6))):
         prompt = draw(st.integers(1, 40))
@@ -240,31 +242,33 @@ def prompts_and_branches(draw):
 
 
 @settings(max_examples=200)
-@given(prompts_and_branches(), st.integers(1, 300), st.sampled_from([1, 16, 4096]))
-def test_trees_hold_each_wanted_branch_once_behind_its_own_prompt(case, budget, hidden_size):
+@given(prompts_and_completions(), st.integers(1, 300), st.sampled_from([1, 16, 4096]))
+def test_trees_hold_each_wanted_completion_once_behind_its_own_prompt(case, budget, hidden_size):
     groups, row_of, prompts, lengths = case
     cost = TreeCost(hidden_size, budget)
     trees = plan_trees(
         groups, row_of, prompt_lengths=prompts, completion_lengths=lengths, cost=cost
     )
-    held = [branch for tree in trees for branch in tree.branches]
-    assert sorted(held) == sorted(branch for group in groups for branch in group)
-    group_of = {branch: number for number, group in enumerate(groups) for branch in group}
-    rows_of = [{row_of[branch] for branch in group} for group in groups]
+    held = [completion for tree in trees for completion in tree.branches]
+    assert sorted(held) == sorted(completion for group in groups for completion in group)
+    group_of = {completion: number for number, group in enumerate(groups) for completion in group}
+    rows_of = [{row_of[completion] for completion in group} for group in groups]
     for tree in trees:
-        (group,) = {group_of[branch] for branch in tree.branches}
+        (group,) = {group_of[completion] for completion in tree.branches}
         assert tree.row in rows_of[group]
-        assert tree.length == prompts[tree.row] + sum(lengths[branch] for branch in tree.branches)
+        assert tree.length == prompts[tree.row] + sum(
+            lengths[completion] for completion in tree.branches
+        )
         assert tree.length <= budget or len(tree.branches) == 1
-        alone = sum(cost(prompts[tree.row] + lengths[branch]) for branch in tree.branches)
+        alone = sum(cost(prompts[tree.row] + lengths[completion]) for completion in tree.branches)
         assert cost(tree.length) <= alone * (1 + 1e-12)
 
 
 def test_a_prompt_is_repeated_only_where_attention_over_the_tree_costs_more():
-    def plan(row_of, prompts, branches, hidden_size):
-        lengths = {"prompt_lengths": np.array(prompts), "completion_lengths": np.array(branches)}
+    def plan(row_of, prompts, completions, hidden_size):
+        lengths = {"prompt_lengths": np.array(prompts), "completion_lengths": np.array(completions)}
         cost = TreeCost(hidden_size, 1000)
-        trees = plan_trees([range(len(branches))], np.array(row_of), **lengths, cost=cost)
+        trees = plan_trees([range(len(completions))], np.array(row_of), **lengths, cost=cost)
         return [(tree.row, tree.branches, tree.length) for tree in trees]
 
     shared = plan([0, 0, 2], [50, 50, 50], [5, 6, 7], 4096)

@@ -73,13 +73,13 @@ def test_micro_batches_change_no_number_and_a_limit_still_counts_batches(measure
     (cut,), _, _ = measured("pairs", "kto", (64,), tokens_per_batch=1)
     assert cut == pytest.approx(whole, rel=1e-5, abs=NATS)
     (few,), samples, _ = measured("pairs", "kto", (3,), limit_eval_batches=2)
-    assert few["eval/kl/pairs"] == 2 * 3 * 2  # rows and their branches
+    assert few["eval/kl/pairs"] == 2 * 3 * 2  # rows and their completions
     assert {one.row for one in samples[0]} == set(range(6))
 
 
 @pytest.fixture(scope="session")
 def oracle(training_world, moved, measured):
-    """Of each held-out row, by both models in float64, for each own branch of it:
+    """Of each held-out row, by both models in float64, for each own completion of it:
 
     whether it is good, its tokens, its log-ratio, and that of its first mismatched partner.
     """
@@ -115,11 +115,13 @@ def ls(x):
 
 
 def test_kto_is_measured_from_one_reference_point_of_all_held_out_rows(measured, oracle):
-    branches = [branch for row in oracle for branch in row]
-    ratios = [kl for *_, kl in branches]
+    completions = [completion for row in oracle for completion in row]
+    ratios = [kl for *_, kl in completions]
     z = max(0.0, mean(ratios))
-    loss = mean([1 - s(0.1 * ((r - z) if good else (z - r))) for good, _, r, _ in branches])
-    up, down = ([0.1 * r for is_good, _, r, _ in branches if is_good == of] for of in (True, False))
+    loss = mean([1 - s(0.1 * ((r - z) if good else (z - r))) for good, _, r, _ in completions])
+    up, down = (
+        [0.1 * r for is_good, _, r, _ in completions if is_good == of] for of in (True, False)
+    )
     right = mean([float(one > other) for one, other in zip(up, down, strict=True)])
     for found in measured("pairs", "kto", (64, 2))[0]:
         assert found["eval/kl/raw"] == pytest.approx(mean(ratios), abs=NATS)
@@ -165,7 +167,7 @@ def test_the_reference_agrees_with_its_cache_or_is_refused_by_shard_and_row(sess
     sample = list(session.cache.sample_rows(session.manifest, 8))
     assert largest_gap(session.engine, sample, "float32", "float32") < 1e-4
     (first, (name, block), *others) = sample
-    for by in (0.05, -0.05, math.nan, math.inf):  # one branch of the second shard
+    for by in (0.05, -0.05, math.nan, math.inf):  # one completion of the second shard
         logps = block.logps.copy()
         logps[-1] += by
         changed = [first, (name, block.with_columns(ref_logp=logps)), *others]

@@ -110,10 +110,10 @@ def test_a_loss_that_does_not_fit_is_computed_of_fewer_rows(
     session = session_with(method)
     compute = getattr(Objective, part)
 
-    def scarcely(objective, branches, *others):
-        if len(branches.logps) > 4:
+    def scarcely(objective, completions, *others):
+        if len(completions.logps) > 4:
             raise RuntimeError(WORDS)
-        return compute(objective, branches, *others)
+        return compute(objective, completions, *others)
 
     monkeypatch.setattr(Objective, part, scarcely)
     recorded, place, _ = through(session)
