@@ -133,7 +133,8 @@ def config(
 
         known = options_of_all()
         for name in options:
-            if (last := name.rpartition(".")[2]) not in known:
+            last = name.rpartition(".")[2]
+            if last not in known:
                 near = did_you_mean(closest(last, known))
                 raise UsageError(f"method.{name:.60}: no method has such an option.{near}")
     say("# Later wins: default, config file, environment (ALIGN_MODEL), flag, --set")

@@ -45,12 +45,12 @@ class JudgeTemplate:
         asked = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
         messages = [{"role": str(one["role"]), "content": shown(one)} for one in asked]
         texts = [text for message in messages for text in message.values()]
+        texts += answers
         # A delimiter that is in none of the texts, so that none can end its part of the prompt.
-        marks = (digest([number, *texts, *answers])[:MARK_LENGTH] for number in count())
+        marks = (digest([number, *texts])[:MARK_LENGTH] for number in count())
+        mark = next(one for one in marks if not any(one in text for text in texts))
         values: dict[str, object] = {
-            "mark": next(
-                one for one in marks if not any(one in text for text in (*texts, *answers))
-            ),
+            "mark": mark,
             "messages": messages,
             **dict(zip(ANSWERS[self.kind], answers, strict=True)),
         }
@@ -66,7 +66,9 @@ class JudgeTemplate:
                 f"judge.template {self.source} cannot be filled: {type(error).__name__}: {error}. "
                 "Correct it."
             ) from error
-        return Prompt(tuple({"role": r, "content": parts[r].strip()} for r in ROLES if r in parts))
+        return Prompt(
+            tuple({"role": role, "content": parts[role].strip()} for role in ROLES if role in parts)
+        )
 
 
 def load_template(kind: str, path: str) -> JudgeTemplate:

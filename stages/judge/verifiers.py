@@ -104,7 +104,8 @@ def _source_of(module: ModuleType, loaded: Iterable[str]) -> str:
         return ""
     files = {Path(own)}
     if Path(own).parent.name not in _LIBRARIES:
-        paths = {Path(file) for one in loaded if (file := vars(sys.modules[one]).get("__file__"))}
+        names = [vars(sys.modules[one]).get("__file__") for one in loaded]
+        paths = [Path(name) for name in names if name]
         files |= {path for path in paths if path.parent == Path(own).parent}
     return digest({file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files})
 

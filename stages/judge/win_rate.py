@@ -41,7 +41,8 @@ def win_rate(ours: pl.DataFrame, theirs: pl.DataFrame | None = None, *, seed: in
         compared = ours.select("prompt_key", pl.col(OUTCOMES).fill_null(0))
         unjudged = compared.filter(pl.sum_horizontal(OUTCOMES) == 0).height
     else:
-        sample, columns = ["prompt_key", "number"], ["prompt_key", "number", "score", "completion"]
+        sample = ["prompt_key", "number"]
+        columns = [*sample, "score", "completion"]
         both = ours[columns].join(theirs[columns], on=sample, how="full", coalesce=True)
         judged = both.drop_nulls(["score", "score_right"])
         unjudged = both.height - judged.height

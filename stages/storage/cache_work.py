@@ -170,7 +170,8 @@ class CacheWork(Cache):
         `keys` are those of its first and last row; `rejected` are rows that could not be scored.
         """
         is_scored = is_valid(rows.of_completions.column("ref_logp"))
-        if len(bad := np.flatnonzero(is_scored & ~np.isfinite(rows.logps))):
+        bad = np.flatnonzero(is_scored & ~np.isfinite(rows.logps))
+        if len(bad):
             raise NonFiniteError(
                 f"shard {number}: {len(bad)} of {len(rows.logps)} log-probs are not finite, the "
                 f"first of completion {bad[0]}. Check the weights; with float16, try "

@@ -47,17 +47,26 @@ CALLS = {
 HELD_OUT = ("align.stages.feed.loader", "CacheFeed.held_out")  # gives batches one by one
 # Where a command of stage 1 changes what is there, in this order.
 OF_STAGE_ONE = (
-    *("before:rename:*.arrow", "after:rename:*.arrow"),
-    *("before:rename:encoded/*.json", "after:rename:encoded/*.json"),
-    *("before:link:plan.json", "after:link:plan.json"),
+    "before:rename:*.arrow",
+    "after:rename:*.arrow",
+    "before:rename:encoded/*.json",
+    "after:rename:encoded/*.json",
+    "before:link:plan.json",
+    "after:link:plan.json",
     "before:fsync:tmp/*.parquet",  # a shard is written
-    *("before:rename:data/*.parquet", "after:rename:data/*.parquet"),
-    *("before:link:commits/*.json", "after:link:commits/*.json"),
+    "before:rename:data/*.parquet",
+    "after:rename:data/*.parquet",
+    "before:link:commits/*.json",
+    "after:link:commits/*.json",
     "after:fsync_folder:commits",
-    *("before:rename:rejected.parquet", "after:rename:rejected.parquet"),
-    *("before:link:manifest.json", "after:link:manifest.json"),
-    *("before:rename:.trash-*", "after:rename:.trash-*"),
-    *("before:remove_tree:.trash-*", "after:remove_tree:.trash-*"),
+    "before:rename:rejected.parquet",
+    "after:rename:rejected.parquet",
+    "before:link:manifest.json",
+    "after:link:manifest.json",
+    "before:rename:.trash-*",
+    "after:rename:.trash-*",
+    "before:remove_tree:.trash-*",
+    "after:remove_tree:.trash-*",
 )
 PASSED_THROUGH = {"pathlib", "shutil", "contextlib", "support"}
 
