@@ -38,7 +38,7 @@ test: setup
 	$(BIN)/pytest $(AT_ONCE) --durations 25 -m 'not long and not gpu'
 
 test-fast: setup
-	$(BIN)/pytest $(AT_ONCE) -m 'not slow and not long and not gpu'
+	$(BIN)/pytest $(AT_ONCE) tests/unit -m 'not long and not gpu'
 
 test-long: setup
 	$(BIN)/pytest $(AT_ONCE) -m 'not gpu'

@@ -1,14 +1,11 @@
 import gc
-import inspect
 import itertools
 import os
 import platform
-import re
 import secrets
 import shutil
 import signal
 import tempfile
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,18 +29,7 @@ os.environ.pop("ALIGN_MODEL", None)
 platform.platform()  # asks `uname` once, for whichever test a library would ask it in
 
 HOMES = pytest.StashKey()
-OF_ONE_LAUNCH = ("tests/stages/train",)
-# A file of tests is slow that starts a process, trains, or asks MLflow, which starts git. Others
-# that take seconds say so.
-DOORS = re.compile(
-    r"\b(fork|joined_world|open_engine|session_of|train_in)\("
-    r"|\b(begun|open_store|open_training_run|recorded)\("  # MLflow
-    r"|import .*\b(multiprocessing|subprocess|launch|child|Gate)\b"
-    # Fixtures:
-    r"|\b(server|course|journey|training_world|devices|one_rank|bucket|object_server|uri)[,)]"
-    r'|"(train|sweep)",|\bworkers='  # of a command, or a setting
-)
-
+OF_ONE_LAUNCH = ("tests/distributed/train",)
 # Neither an example nor the drawing of it is timed: the machine may be busy.
 NOT_ASKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("align", deadline=None, suppress_health_check=NOT_ASKED)
@@ -83,18 +69,6 @@ def pytest_runtest_setup(item):
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cuda", help="of tests marked gpu; cpu tries them out")
-
-
-@cache
-def is_slow(module):
-    return bool(DOORS.search(inspect.getsource(module)))
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        # Kernels for a GPU are compiled by processes of their own.
-        if item.get_closest_marker("gpu") or is_slow(item.module):
-            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish():
@@ -247,6 +221,26 @@ def training_world(tokenizer_folder, tmp_path_factory):
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     return make_training_world(tmp_path_factory.mktemp("training"), tokenizer)
+
+
+@pytest.fixture(scope="session")
+def deepspeed():
+    """It collects garbage several times as it opens an engine, and is none itself."""
+    # It imports torch, which most of these tests do without.
+    from align.stages.engine.deepspeed_compat import deepspeed  # noqa: PLC0415
+
+    gc.collect()
+    gc.freeze()
+    return deepspeed
+
+
+@pytest.fixture
+def one_rank(deepspeed):
+    """This process, as a world of one rank."""
+    from align.stages.engine.distributed import joined_world  # noqa: PLC0415
+
+    with joined_world() as world:
+        yield world
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,12 @@ from faults import HERE, ROOT, Fault, planted, read_faults
 
 NOTICED = HERE / "noticed.json"  # the test that noticed each fault: what is tried first
 # The last reads the sources, and would notice that a line has changed, not what it does.
-LEFT_OUT = ("-m", "not long and not gpu", "--ignore=tests/peers", "--ignore=tests/test_house.py")
+LEFT_OUT = (
+    "-m",
+    "not long and not gpu",
+    "--ignore=tests/peers",
+    "--ignore=tests/unit/test_house.py",
+)
 HANGS = 300  # seconds of one test, after which a fault counts as noticed
 LIMIT = 3600  # seconds of all tests that a fault meets
 PASSED, NO_SUCH_TEST, NOTHING_CHOSEN = 0, 4, 5

@@ -168,7 +168,6 @@ def test_what_a_gpu_makes_of_a_tile_is_what_float64_makes_of_it(logits, softcap)
     torch.testing.assert_close(found.double(), raw.grad, rtol=SUMS, atol=SUMS)
 
 
-@pytest.mark.slow  # it looks for a compiler, by a process of its own
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_without_a_compiler_a_tile_is_computed_uncompiled_and_that_is_said_once(logits, caplog):
     caplog.set_level("WARNING", logger="align")

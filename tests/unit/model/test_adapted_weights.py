@@ -46,7 +46,6 @@ def test_a_target_of_which_nothing_is_found_is_refused(name, target):
         adapted(name, ["q_proj", target])
 
 
-@pytest.mark.slow  # peft's import asks the machine what it is
 def test_a_saved_adapter_of_experts_loads_and_merges(tmp_path):
     tiny_model(*MIXTURES["gpt_oss"]).save_pretrained(tmp_path / "base")
     options = ModelOptions(path=str(tmp_path / "base"), device="cpu")

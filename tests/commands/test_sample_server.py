@@ -63,7 +63,6 @@ def test_a_dead_server_and_a_spent_budget_end_with_a_code_of_their_own(sample_wo
     assert len(completions(here)) == 32
 
 
-@pytest.mark.slow  # many commands
 @pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.long)])
 def test_a_kill_at_any_point_asks_again_at_most_what_was_in_flight(
     server, sample_words, here, kills
@@ -84,7 +83,6 @@ def test_a_kill_at_any_point_asks_again_at_most_what_was_in_flight(
     assert stub.answered.total() <= 8 * 40 + kills * CONCURRENCY
 
 
-@pytest.mark.slow  # MLflow makes a store
 def test_the_key_stands_in_no_file_and_in_nothing_that_is_said(
     sample_words, here, no_mlflow_settings
 ):

@@ -41,7 +41,6 @@ def learn(policy, trees):
     policy(trees).sum().backward()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("stage", [score, learn])
 def test_a_token_more_costs_its_activations_and_no_mask_or_logits(model, stage):

@@ -112,7 +112,6 @@ def test_killed_at_drawn_points_no_stored_answer_is_asked_again(world, server, t
     assert len({*lines}) == len(lines) == len(asked)
 
 
-@pytest.mark.slow
 def test_a_real_server_samples_for_a_round(here, world, monkeypatch):
     # It samples only where the model's own settings do, and looks for the hub's cache.
     model = shutil.copytree(world.model, here / "model")

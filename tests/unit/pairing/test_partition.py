@@ -37,7 +37,6 @@ def test_the_number_of_shards_follows_from_bytes_and_rows(size, rows, asked, ran
     assert number_of_shards(ranges, rows, asked) == shards
 
 
-@pytest.mark.slow
 @settings(max_examples=25)
 @given(record_lists(with_scores=True), st.randoms(), st.data())
 def test_order_chunks_slices_and_ranges_leave_no_trace(new_folder, records, shuffler, data):

@@ -57,7 +57,6 @@ def test_a_server_answers_and_ends_with_its_children(serving, tmp_path):
     require_ended(pids_in(tmp_path / "events"))
 
 
-@pytest.mark.slow  # it waits
 def test_a_server_that_does_not_take_the_hint_ends_too(serving, tmp_path):
     with serving("--says", "stubborn"):
         pass

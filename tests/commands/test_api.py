@@ -11,7 +11,6 @@ from align.pipeline.precompute.export import export
 from align.schemas.errors import CorruptionError, UsageError
 from support.refusals import refuses
 
-pytestmark = pytest.mark.slow  # it trains
 QUIET = {"tracking.mlflow": False}
 MAKING = QUIET | {
     "tokens.max_length": 256,

@@ -27,7 +27,6 @@ class Fault:
             raise OSError(self.error, os.strerror(self.error))
 
 
-@pytest.mark.slow
 def test_a_failed_operation_commits_no_half_shard(tmp_path):
     """N = 1, 2, ... until a run meets no fault: refused with 74, and a rerun converges."""
     make_cache(tmp_path / "clean")

@@ -199,7 +199,6 @@ def test_a_context_stands_between_the_prompt_and_each_completion(mixed):
             assert sum(sizes) <= 50 or len(sizes) == 1
 
 
-@pytest.mark.slow
 def test_a_feed_resumes_from_any_step(mixed):
     """Of an epoch and over its edge, and now and then from there to the end."""
 
@@ -303,7 +302,6 @@ def peak_of(folder, *, row_groups, epochs):
         tracemalloc.stop()
 
 
-@pytest.mark.slow
 def test_memory_is_that_of_windows_whatever_is_streamed(tmp_path):
     peak = peak_of(tmp_path / "cache", row_groups=3 * ROW_GROUPS_PER_WINDOW, epochs=2)
     assert peak < 4 * WINDOW

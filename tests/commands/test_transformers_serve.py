@@ -19,8 +19,6 @@ from align.stages.server.server_sampler import ServerSampler
 from support.asking import chat, collected, wanted_of
 from support.refusals import require_names
 
-pytestmark = pytest.mark.slow  # a server that imports transformers
-
 LENGTH = 12
 TEXTS = [Prompt("Question: which is larger, two or nine?\nAnswer:"), Prompt("The sea is")]
 CHATS = [chat("which is larger, two or nine?"), chat("say hello")]

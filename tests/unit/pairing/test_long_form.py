@@ -44,7 +44,6 @@ def long_rows(draw):
 THRICE = [long_row((n % 4,), (n,), 0.5, row=n) for n in range(12)]
 
 
-@pytest.mark.slow
 @settings(max_examples=30)
 @given(long_rows(), st.randoms(), st.integers(1, 6), st.sampled_from([1, 60, 10**6]))
 @example(THRICE, Random(0), 1, 1)

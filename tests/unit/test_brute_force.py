@@ -22,7 +22,7 @@ from align.stages.model.reference import HfReference
 from support.stage_one import Silent
 from support.worlds import make_world
 
-pytestmark = [pytest.mark.numeric, pytest.mark.slow]
+pytestmark = pytest.mark.numeric
 
 SUM = 1e-10  # nats: n u in float64 of 300 tokens and 2,000 nats
 SOME = 8  # rows

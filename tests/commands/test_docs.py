@@ -155,7 +155,6 @@ def test_what_a_person_looks_up_is_on_its_page():
     assert citation["version"] == __version__
 
 
-@pytest.mark.slow  # it loads a model for each
 def test_an_example_of_data_is_shown_as_it_is_and_read(world, tmp_path):
     formats = page("docs/data.md")
     ((_, renamed, *columns),) = commands(formats)  # what the page says to pass with this one
@@ -192,7 +191,7 @@ def follow(server, steps, folder, uri):
 
 
 def test_the_first_commands_of_the_readme_run(server, world, tmp_path, uri):
-    """All but the installation, which tests/test_wheel.py does; numbers are those of other rows."""
+    """All but the installation, which test_wheel.py does; numbers are those of other rows."""
     lines = [line for block in blocks(page("README.md"), "sh") for line in block.lines]
     steps = [line for line in lines if not line.startswith("pip")]
     shutil.copytree(world.model, tmp_path / "path" / "to" / "model")

@@ -103,7 +103,6 @@ def by_hand(rows, num_pairs, max_length):
     return result, replaced
 
 
-@pytest.mark.slow
 @relaxed
 @given(st.data(), st.integers(2, 9), st.integers(0, 3), st.sampled_from([1, 3, 256]))
 def test_a_row_holds_its_own_completions_then_its_partners(
