@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests of a file share what is slow to make, so they stay together.
 AT_ONCE := --numprocesses 2 --dist loadfile --quiet
 
-.PHONY: setup check test test-fast test-long test-kernels test-mutants test-golden test-gpu demo demo-rounds bench bench-gpu docs wheel clean
+.PHONY: setup check test test-fast test-long test-gpu docs bench bench-gpu demo demo-rounds wheel
 
 setup: .venv/ready
 
@@ -42,17 +42,6 @@ test-fast: setup
 
 test-long: setup
 	$(BIN)/pytest $(AT_ONCE) -m 'not gpu'
-
-# As another processor computes: by other instructions, with other threads.
-test-kernels: setup
-	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=4 $(BIN)/pytest $(AT_ONCE) -m 'numeric and not long and not gpu'
-
-test-mutants: setup
-	$(BIN)/python tests/mutants/run.py
-
-# With an earlier commit: make test-golden BEFORE=HEAD~3
-test-golden: setup
-	$(BIN)/python tests/golden/compare.py $(or $(BEFORE),HEAD)
 
 # The compiler of kernels leaves files of its helper processes open.
 test-gpu: setup
@@ -101,6 +90,3 @@ docs: .venv/docs-ready
 wheel: setup
 	rm -rf build dist
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
-
-clean:
-	rm -rf build dist demo demo-rounds bench-results *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Shows which planted faults the tests notice: `make test-mutants`, or this with names of faults.
+"""Shows which planted faults the tests notice; with names of faults, those alone.
 
 Each fault is planted in a copy of the project and meets the test that noticed it the last time, as
 `noticed.json` says, and where that does not notice it, the files of `--tests`, or all of the suite,

@@ -81,7 +81,7 @@ def _command(line):
     if not re.search(r"(^|\s)align\s", line):
         return None
     launcher, *_ = words = shlex.split(line, comments=True)
-    if "align" not in words or launcher in {"docker", "make"}:
+    if "align" not in words or launcher == "make":
         return None
     assert launcher in {"align", "torchrun", "deepspeed", "srun"}, line
     return words[words.index("align") + 1 :]
