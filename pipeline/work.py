@@ -1,4 +1,4 @@
-"""The work of a command in its output folder: locked, recorded, and kept when interrupted."""
+"""Runs a command's work in its output folder: locked, tracked, and kept when interrupted."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 Manifest = TypeVar("Manifest")
 
 
-class WorkDone(Protocol):
-    """The counts of the work that a process has done."""
+class WorkCounts(Protocol):
+    """Counts of the work that this process has done."""
 
     def text(self) -> str:
         """The counts in a sentence."""
         ...
 
 
-Done = TypeVar("Done", bound=WorkDone)
+Counts = TypeVar("Counts", bound=WorkCounts)
 
 
 def owned(
@@ -50,9 +50,9 @@ def working(
     name: str,
     kept: Callable[[], str],
 ) -> Iterator[Run]:
-    """Locks the folder and records the work in it; `kept` describes the finished work.
+    """Locks the folder and tracks the work in it; `kept` describes the finished work.
 
-    It starts a run with each tracker, so finished output should be detected before.
+    It starts a run in each tracker, so callers return finished output before.
     """
     with (
         owned(folder, stage, part),
@@ -66,25 +66,25 @@ def working(
 
 
 @dataclass(frozen=True)
-class Made(Generic[Manifest, Done]):
-    """The result of a command: its output, and the work of this process."""
+class CommandResult(Generic[Manifest, Counts]):
+    """The result of a command: its output, and counts of this process's work."""
 
     folder: Path | str  # the output, a path or a location in a bucket
     manifest: Manifest | None  # None until all parts are done
-    tally: Done
+    counts: Counts
     lines: tuple[str, ...]  # a summary of the whole output
     part: Part | None = None
     was_complete: bool = False
-    has_published: bool = False  # true for one of several parts
+    has_published: bool = False  # at most one of several parts does
 
     def text(self) -> str:
-        """A summary; of several parts, only the publishing one describes the output."""
+        """A summary; of several parts, only the one that publishes the output describes it."""
         if self.manifest and (self.has_published or self.was_complete or not self.part):
             return "\n".join(self.lines)
         if not self.part:
             return (
                 f"{self.folder} is not finished, because a file is missing: "
-                f"{self.tally.text()}\nrun the same command again to make it"
+                f"{self.counts.text()}\nrun the same command again to make it"
             )
         rest = (
             "all parts are done"
@@ -92,4 +92,4 @@ class Made(Generic[Manifest, Done]):
             else "the last part completes it; if a part fails, the same command without --part "
             "does the rest"
         )
-        return f"part {self.part} of {self.folder} is done: {self.tally.text()}\n{rest}"
+        return f"part {self.part} of {self.folder} is done: {self.counts.text()}\n{rest}"

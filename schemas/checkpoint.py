@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-How = Literal["finished", "signal", "time", "failed"]
+# How a run ended. Only "finished" writes a model; "signal" and "time" resume from a checkpoint.
+RunStatus = Literal["finished", "signal", "time", "failed"]
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,10 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Ending:
-    """The record of a finished run; written last, and removed before the run is resumed."""
+class RunEnding:
+    """The record of how a run ended; written last, and removed before the run is resumed."""
 
-    ending: How
+    ending: RunStatus
     step: int
     total_steps: int  # planned steps of the whole run
     identity: RunIdentity

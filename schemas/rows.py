@@ -71,7 +71,7 @@ class Rejected:
 
 
 @dataclass(frozen=True)
-class Record:
+class TextRow:
     """One checked row as text; each tuple has one entry per completion."""
 
     file: int  # its identity

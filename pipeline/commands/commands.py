@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 from ... import __version__
 from ...schemas.errors import UsageError, closest, counted, did_you_mean
 from .flags import ConfigFile, SettingsCommand, settings_of, shared_work, takes_several
-from .terminal import SafeGroup, begin_work, say, say_made, say_once, say_row
+from .terminal import SafeGroup, begin_work, say, say_once, say_result, say_row
 
 if TYPE_CHECKING:
     from ..options.settings import Settings
@@ -169,7 +169,7 @@ def precompute_ref(
     require_inputs(config)
     from ..precompute.precompute import make_cache
 
-    say_made(make_cache(config, progress=begin_work(), part=own_part, shows_row=not quiet))
+    say_result(make_cache(config, progress=begin_work(), part=own_part, shows_row=not quiet))
 
 
 @command("Data and cache", "align score data.jsonl --reward-model DIR")
@@ -180,7 +180,7 @@ def score(context: typer.Context, data: Data = None, part: Part = None) -> None:
         raise UsageError("No reward model. Pass --reward-model DIR.")
     from ..tables.score_rewards import open_reward_model, rewards_from_model
 
-    say_made(rewards_from_model(config, open_reward_model, progress=begin_work(), part=own_part))
+    say_result(rewards_from_model(config, open_reward_model, progress=begin_work(), part=own_part))
 
 
 @command("Data and cache", "align check data.jsonl --model DIR")
@@ -260,7 +260,7 @@ def sample(
     from ..tables.sample import sample as run_sample
 
     config, own_part = shared_work(context, part, data=prompts)
-    say_made(run_sample(config, progress=begin_work(), part=own_part))
+    say_result(run_sample(config, progress=begin_work(), part=own_part))
 
 
 @command("Rounds", "align judge align-samples --by reward --reward-model DIR")
@@ -280,7 +280,7 @@ def judge(
         raise UsageError("--part: --calibrate measures in one process. Leave out one of them.")
     config, own_part = shared_work(context, part, near=[samples or calibrate or ""])
     if samples is not None:
-        say_made(run_judge(config, samples, progress=begin_work(), part=own_part))
+        say_result(run_judge(config, samples, progress=begin_work(), part=own_part))
     elif calibrate is not None:
         say(run_calibrate(config, calibrate, progress=begin_work()).text())
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     import polars as pl
 
-    from ...schemas.checkpoint import How
+    from ...schemas.checkpoint import RunStatus
     from ...stages.tracking.metrics_log import Callback
     from ...stages.tracking.progress import Progress
     from ..options.settings import Settings
@@ -62,7 +62,7 @@ def precompute(
 
         >>> made = align.precompute("pairs.parquet", model="models/sft", output="align-cache",
         ...                         settings={"tokens.max_length": 1024})
-        >>> made.folder, made.manifest.rows, made.tally.scored
+        >>> made.folder, made.manifest.rows, made.counts.scored
     """
     from ...stages.data.given_rows import files_of
     from ..precompute.precompute import make_cache
@@ -109,7 +109,7 @@ class TrainingRun:
     """A training run, read from its folder."""
 
     folder: Path
-    ending: How | None  # finished, time, signal or failed; None while it runs or if it was killed
+    ending: RunStatus | None  # None while it runs, or if it was killed
     steps: int  # the last step in the metrics
     model: Path | None  # the folder of the trained policy, once the run is finished
     metrics: pl.DataFrame = field(repr=False)  # step, time, and a column per metric

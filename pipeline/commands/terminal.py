@@ -22,7 +22,7 @@ from ...stages.tracking.progress import Progress
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from ..work import Made
+    from ..work import CommandResult
 
 
 def say(text: str, *, err: bool = False) -> None:
@@ -36,10 +36,10 @@ def say_once(text: str) -> None:
         say(text)
 
 
-def say_made(made: Made[Any, Any]) -> None:
+def say_result(result: CommandResult[Any, Any]) -> None:
     """Prints the result on the first rank, and on the rank that published it."""
-    if made.has_published or is_first_rank():
-        say(made.text())
+    if result.has_published or is_first_rank():
+        say(result.text())
 
 
 def say_row(line: str | Text) -> None:

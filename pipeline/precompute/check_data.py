@@ -20,15 +20,15 @@ from rich.text import Text
 from ...schemas.config import Config
 from ...schemas.errors import counted
 from ...schemas.row_table import Rows
-from ...schemas.rows import TIE, Record, Rejected, Role
+from ...schemas.rows import TIE, Rejected, Role, TextRow
 from ...stages.data.cells import Wrapping
 from ...stages.data.columns import common_shape, not_read, require_scores
 from ...stages.data.encode import Encoder
 from ...stages.data.files import InputFile, inputs_of
 from ...stages.data.preview import lines_of
-from ...stages.data.records import in_batches, read_records
 from ...stages.data.row_keys import EncodedRow, key_rows, prompt_keys_of
 from ...stages.data.shapes import Shape
+from ...stages.data.text_rows import in_batches, read_text_rows
 from ...stages.data.tokenizer import TextTokenizer, load_tokenizer
 from ...stages.report.cache_summary import class_weights, spread_of, weight_facts
 from ...stages.report.text_tables import facts, grid, heading, share, spreads, worded
@@ -65,16 +65,16 @@ class Checked:
         faults = (one for one in rejected if one.reason != TIE)
         self.rejected = [*self.rejected, *faults][:SHOWN]
 
-    def add(self, records: Sequence[Record]) -> None:
+    def add(self, text_rows: Sequence[TextRow]) -> None:
         """Counts rows that were not tokenized."""
-        if not records:
+        if not text_rows:
             return
-        self.usable += len(records)
-        self.roles.update(role for record in records for role in record.roles)
-        keys = prompt_keys_of(records)
+        self.usable += len(text_rows)
+        self.roles.update(role for row in text_rows for role in row.roles)
+        keys = prompt_keys_of(text_rows)
         self.prompts.update(keys.tolist())
-        for record, key in zip(records, keys.tolist(), strict=True):
-            content = repr((key, record.completions, record.roles, record.scores))
+        for row, key in zip(text_rows, keys.tolist(), strict=True):
+            content = repr((key, row.completions, row.roles, row.scores))
             self.seen.add(blake2b(content.encode(), digest_size=16).digest())
 
     def add_tokens(self, rows: Rows) -> None:
@@ -162,10 +162,10 @@ def check_data(config: Config, *, progress: Progress) -> Checked:
     found = Checked(inputs, shape, tokenizer, config)
     encoder = Encoder(tokenizer, config.tokens) if tokenizer else None
     progress.begin("reading", total=None, unit="rows")
-    for batch in in_batches(read_records(inputs, shape)):
-        records = [one for one in batch if isinstance(one, Record)]
+    for batch in in_batches(read_text_rows(inputs, shape)):
+        text_rows = [one for one in batch if isinstance(one, TextRow)]
         found.rows_in += len(batch)
-        if tokenizer and records and records[0].is_conversation:
+        if tokenizer and text_rows and text_rows[0].is_conversation:
             tokenizer.require_template()
         if encoder:
             encoded = [*encoder.encode(batch)]
@@ -175,7 +175,7 @@ def check_data(config: Config, *, progress: Progress) -> Checked:
             found.add_tokens(key_rows(rows, carried=shape.carried))
         else:
             found.drop(batch)
-            found.add(records)
+            found.add(text_rows)
         progress.advance(len(batch))
     progress.end()
     return found

@@ -16,8 +16,8 @@ from ...schemas.rows import Reference
 from ...stages.data.columns import common_shape, require_scores
 from ...stages.data.encode import has_turns
 from ...stages.data.files import Digested, InputFile, digested, inputs_of
-from ...stages.data.records import first_records
 from ...stages.data.shapes import Shape
+from ...stages.data.text_rows import first_text_rows
 from ...stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
 from ...stages.model.model_folder import require_peft
 from ...stages.score.reuse import EarlierCache
@@ -114,8 +114,8 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Ca
         require_scores(inputs, shape)
     wrap, learn = config.data.wrap, config.tokens.learn
     shape = replace(shape, wrap=tokenizer.wrapping(wrap))
-    first = [*first_records(inputs, shape)]
-    if any(record.is_conversation for record in first):
+    first = [*first_text_rows(inputs, shape)]
+    if any(row.is_conversation for row in first):
         tokenizer.require_template()
 
     identity, settings = identity_of(reference, config), flatten(config)

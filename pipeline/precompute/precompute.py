@@ -34,7 +34,7 @@ from ..jobs.object_inputs import with_local_inputs
 from ..jobs.rejected_rows import RejectedRows
 from ..parts import WHOLE, Part
 from ..ray_actors import run_on_ray
-from ..work import Made, working
+from ..work import CommandResult, working
 from .opening import (
     STAGE_ONE,
     CacheJob,
@@ -46,9 +46,9 @@ from .opening import (
     require_same,
 )
 from .prepare import Slices, encode, make_plan
-from .scoring import Shards, ShardScorer, Tally
+from .scoring import ScoringCounts, Shards, ShardScorer
 
-PrecomputeResult: TypeAlias = Made[Manifest, Tally]
+PrecomputeResult: TypeAlias = CommandResult[Manifest, ScoringCounts]
 
 
 def make_cache(
@@ -78,20 +78,20 @@ def precompute(
     slices. `stage` is the command, which names the run in the tracking store. With `shows_row`, the
     first part shows a row before scoring.
     """
-    job, tally = open_job(config, reference, stage), Tally()
+    job, counts = open_job(config, reference, stage), ScoringCounts()
     cache = job.cache
     where = cache.url or cache.root
     cache.sync()
     if found := _own_manifest(job):
         _tidy(job, found, part, stage)
-        return Made(where, found, tally, _lines(job, found), part, was_complete=True)
+        return CommandResult(where, found, counts, _lines(job, found), part, was_complete=True)
 
     name = run_name(config.model.path, stage, data_name(config.data.files))
-    with working(cache, stage, config.tracking, part, name=name, kept=tally.text) as run:
+    with working(cache, stage, config.tracking, part, name=name, kept=counts.text) as run:
         cache.sync()
         plan = cache.find_plan()  # removed after the manifest is written
         if found := _own_manifest(job):  # again, now that this process owns the folder
-            return Made(where, found, tally, _lines(job, found), part, was_complete=True)
+            return CommandResult(where, found, counts, _lines(job, found), part, was_complete=True)
         if plan is None:
             cache.prepare_work()
 
@@ -105,10 +105,10 @@ def precompute(
                 _show_row(job, shards, progress)
             began = time.perf_counter() - (opening.seconds if opening else 0.0)
             for done in _scored(job, shards, opening, part, progress):
-                tally.add(done)
-                tally.seconds = time.perf_counter() - began
-                run.log_metrics(tally.metrics(), step=tally.shards)
-            tally.seconds = time.perf_counter() - began
+                counts.add(done)
+                counts.seconds = time.perf_counter() - began
+                run.log_metrics(counts.metrics(), step=counts.shards)
+            counts.seconds = time.perf_counter() - began
             manifest, has_published = _published(job, plan)
         except (StorageError, CorruptionError, OSError):
             # The process that completes the cache removes the work, even if others still run.
@@ -121,13 +121,13 @@ def precompute(
             if opening:
                 opening.cancel()
 
-        run.log_metrics(tally.metrics(), step=tally.shards)
+        run.log_metrics(counts.metrics(), step=counts.shards)
         if manifest:
             run.log_metrics({f"dropped/{why}": n for why, n in manifest.reasons.items()})
             run.set_tags({"align.cache_root": manifest.root, "align.cache": str(cache)})
             run.log_artifact(cache.manifest_file)
-    lines = _lines(job, manifest, tally)
-    return Made(where, manifest, tally, lines, part, has_published=has_published)
+    lines = _lines(job, manifest, counts)
+    return CommandResult(where, manifest, counts, lines, part, has_published=has_published)
 
 
 def _own_manifest(job: CacheJob) -> Manifest | None:
@@ -264,7 +264,7 @@ def _scored(
     opening: _Opening | None,
     part: Part | None,
     progress: Progress,
-) -> Iterator[Tally]:
+) -> Iterator[ScoringCounts]:
     """Scores the shards of this part, the largest first; yields the counts of each."""
     rows, scoring = shards.plan.shards, job.config.scoring
     own = (part or WHOLE).of(rows)
@@ -356,7 +356,9 @@ def _require_usable(job: CacheJob, manifest: Manifest) -> None:
     raise BadDataError("\n".join([what, *shown, *more, again]))
 
 
-def _lines(job: CacheJob, made: Manifest | None, tally: Tally | None = None) -> tuple[str, ...]:
+def _lines(
+    job: CacheJob, made: Manifest | None, counts: ScoringCounts | None = None
+) -> tuple[str, ...]:
     """The size of the cache, the scoring done for it, if any, and the dropped rows."""
     if made is None:
         return ()
@@ -364,7 +366,7 @@ def _lines(job: CacheJob, made: Manifest | None, tally: Tally | None = None) -> 
         f"{job.cache}: {counted(made.rows, 'rows')}, {made.branches:,} completions, "
         f"{made.tokens:,} completion tokens in {counted(len(made.shards), 'shards')}",
         f"cache root {made.root}",
-        tally.text() if tally else "already complete: nothing was scored",
+        counts.text() if counts else "already complete: nothing was scored",
     ]
     faults = {reason: count for reason, count in made.reasons.items() if reason != TIE}
     if faults:

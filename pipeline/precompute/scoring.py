@@ -31,7 +31,7 @@ from .prepare import Slices
 
 
 @dataclass
-class Tally:
+class ScoringCounts:
     """Counts of the shards that this process or its actors made."""
 
     shards: int = 0
@@ -42,7 +42,7 @@ class Tally:
     padding: int = 0
     seconds: float = 0.0
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: ScoringCounts) -> None:
         """Adds the counts of other shards."""
         for name, count in vars(other).items():
             setattr(self, name, getattr(self, name) + count)
@@ -120,7 +120,7 @@ class ShardScorer:
             keep_token_logps=shards.config.cache.token_logps,
         )
 
-    def __call__(self, shard: int) -> Tally | None:
+    def __call__(self, shard: int) -> ScoringCounts | None:
         """Scores a shard in an actor, unless it is done; the machine's reference is checked."""
         if self._shards.is_done(shard):
             return None
@@ -132,10 +132,10 @@ class ShardScorer:
                 f"({', '.join(differing)}). Give every machine the same model folder, versions and "
                 "kind of device (--device)."
             )
-        (tally,) = self.score_each([shard])
-        return tally
+        (counts,) = self.score_each([shard])
+        return counts
 
-    def score_each(self, shards: Iterable[int]) -> Generator[Tally]:
+    def score_each(self, shards: Iterable[int]) -> Generator[ScoringCounts]:
         """Scores and writes shards, and yields the counts of each once it is written.
 
         While one shard is scored, a thread reads the next and another writes the previous one. So
@@ -144,10 +144,10 @@ class ShardScorer:
         reader, writer = ThreadPoolExecutor(1, "align-read"), ThreadPoolExecutor(1, "align-write")
         writing: list[_InFlight] = []  # shards that are written but not counted yet
 
-        def counted() -> Tally:
-            tally = writing[0].finished()
+        def counted() -> ScoringCounts:
+            counts = writing[0].finished()
             del writing[0]  # after the wait, because a signal may interrupt it
-            return tally
+            return counts
 
         try:
             for number, shard, known in self._read_ahead(reader, shards):
@@ -212,7 +212,7 @@ class ShardScorer:
 
     def _commit(
         self, number: int, shard: ShardRows, scores: ShardScores, numerics: dict[str, str]
-    ) -> Tally:
+    ) -> ScoringCounts:
         self._shards.slices.cache.commit(
             number,
             scores.block,
@@ -221,7 +221,7 @@ class ShardScorer:
             notes={name: count for name, count in sorted(shard.notes.items()) if count},
             numerics=numerics,
         )
-        return Tally(
+        return ScoringCounts(
             shards=1,
             rows=self._shards.plan.shards[number],
             scored=scores.completions - scores.reused,
@@ -261,7 +261,7 @@ def _threads_of(plan: Plan) -> AbstractContextManager[None]:
 class _InFlight:
     """A shard in progress; its rows are shown as done along with its batches."""
 
-    commit: Future[Tally]  # set once the shard is scored
+    commit: Future[ScoringCounts]  # set once the shard is scored
 
     def __init__(self, progress: Progress, rows: int) -> None:
         self._progress, self._rows = progress, rows
@@ -274,9 +274,9 @@ class _InFlight:
         self._shown += more
         self._progress.advance(more, tokens=batch.tokens, padding=batch.padding)
 
-    def finished(self) -> Tally:
+    def finished(self) -> ScoringCounts:
         """Waits for the shard to be written; returns its counts, or raises the error."""
-        tally = self.commit.result()
+        counts = self.commit.result()
         more, self._shown = self._rows - self._shown, self._rows  # first: a signal may come here
         self._progress.advance(more)
-        return tally
+        return counts

@@ -11,8 +11,8 @@ from pathlib import Path
 from ...schemas.config import Config
 from ...schemas.samples import Prompt
 from ...stages.data.files import inputs_of
-from ...stages.data.records import read_prompts
 from ...stages.data.row_keys import split_keys_of
+from ...stages.data.text_rows import read_prompts
 from ...stages.feed.select import held_out
 from ...stages.sample.sample_table import prompt_table, unique_prompts
 from ...stages.storage.disk import fs

@@ -17,14 +17,14 @@ from ...stages.judge.verifiers import verifier_of
 from ...stages.storage.tables import TableFolder, TableManifest, read_table
 from ...stages.tracking.progress import Progress
 from ..parts import Part
-from ..work import Made, working
+from ..work import CommandResult, working
 from .judges import (
     Candidate,
     Columns,
     Judge,
-    Judging,
+    JudgeContext,
+    JudgeCounts,
     OthersAreNotDone,
-    Tally,
     candidates_of,
     read_gold,
 )
@@ -68,14 +68,14 @@ def check_judge(config: Config, columns: Sequence[str]) -> Judge:
     """A check as a judge; every process checks every sample, and nothing is kept."""
     verify, identity = verifier_of(config.judge, columns)
 
-    def scores(candidates: Sequence[Candidate], judging: Judging) -> Columns:
-        judging.progress.begin("checking", total=len(candidates), unit="samples")
+    def scores(candidates: Sequence[Candidate], context: JudgeContext) -> Columns:
+        context.progress.begin("checking", total=len(candidates), unit="samples")
         found = []
         for one in candidates:
             found.append(verify(one.row, one.text))
-            judging.progress.advance(1)
-        judging.progress.end()
-        judging.tally.new += len(found)
+            context.progress.advance(1)
+        context.progress.end()
+        context.counts.new += len(found)
         return {"score": found}
 
     return Judge({"judge": digest(identity)}, scores)
@@ -88,7 +88,7 @@ def judge(
     progress: Progress,
     part: Part | None = None,
     sampler: Sampler | None = None,
-) -> Made[TableManifest, Tally]:
+) -> CommandResult[TableManifest, JudgeCounts]:
     """Judges a table of samples; what was judged before is not judged again.
 
     Of several parts, each that finds all judgments there publishes the table. `sampler` stands for
@@ -106,26 +106,26 @@ def judge(
     opened = open_judge(config, source.table.columns, sampler)
 
     # A table of this very call; one with questions that the judge could not take is made again.
-    folder, tally = TableFolder.at(options.output, "judged"), Tally()
+    folder, counts = TableFolder.at(options.output, "judged"), JudgeCounts()
     made_from = {"samples": source.root, **opened.made_from}
     settings = {"by": options.by, **opened.settings}
     wanted = (made_from, settings, source.sampling)
     found = _stored(folder)
     is_same = found and (found.made_from, found.settings, found.sampling) == wanted
     if found and is_same and not found.counts.get("questions_not_taken"):
-        tally.known = found.counts.get("judgments", found.counts["judged"])
-        lines = _lines(folder, found, tally)
-        return Made(str(folder), found, tally, lines, part, was_complete=True)
+        counts.known = found.counts.get("judgments", found.counts["judged"])
+        lines = _lines(folder, found, counts)
+        return CommandResult(str(folder), found, counts, lines, part, was_complete=True)
 
-    with working(folder, "judge", config.tracking, part, name="judge", kept=tally.text) as run:
+    with working(folder, "judge", config.tracking, part, name="judge", kept=counts.text) as run:
         run.log_params({f"judge.{name}": str(value) for name, value in settings.items()})
         run.log_dataset("samples", digest=source.root, source=samples, context="judging")
         try:
-            columns = opened.columns(candidates, Judging(run, progress, tally, part))
+            columns = opened.columns(candidates, JudgeContext(run, progress, counts, part))
         except OthersAreNotDone:
-            return Made(str(folder), None, tally, (), part)
+            return CommandResult(str(folder), None, counts, (), part)
         finally:
-            run.log_metrics({"judge/new": float(tally.new), "judge/known": float(tally.known)})
+            run.log_metrics({"judge/new": float(counts.new), "judge/known": float(counts.known)})
         table = source.table.with_columns(
             pl.Series(name, values, pl.Float64 if name == "score" else pl.Int64)
             for name, values in columns.items()
@@ -139,12 +139,12 @@ def judge(
                 **source.left_out,
                 "judged": judged,
                 "unjudged": table.height - judged,
-                **tally.of_table,
+                **counts.of_table,
             },
             sampling=source.sampling,
         )
-        counts = {f"judge/{name}": float(count) for name, count in manifest.counts.items()}
-        run.log_metrics({**counts, "judge/rows": float(manifest.rows)})
+        totals = {f"judge/{name}": float(count) for name, count in manifest.counts.items()}
+        run.log_metrics({**totals, "judge/rows": float(manifest.rows)})
         # The folders that were read, as they were named, and the lineage.
         named = {"samples": samples, "against": options.against}
         tags = {f"align.{name}": given for name, given in named.items() if given}
@@ -152,8 +152,8 @@ def judge(
             tags[f"align.{name}_root" if name in named else f"align.{name}"] = root
         own = {"align.judged_root": manifest.root, "align.judged": str(folder)}
         run.set_tags({**tags, **own})
-    lines = _lines(folder, manifest, tally)
-    return Made(str(folder), manifest, tally, lines, part, has_published=True)
+    lines = _lines(folder, manifest, counts)
+    return CommandResult(str(folder), manifest, counts, lines, part, has_published=True)
 
 
 def calibrate(
@@ -165,15 +165,15 @@ def calibrate(
     require_kept(None, options.output, options.answers, "judge.answers")
     pairs, columns_of_data, left_out = read_gold(gold, config.data)
     opened = open_judge(config, columns_of_data, sampler)
-    folder, tally = TableFolder.at(options.output, "judged"), Tally()
-    with working(folder, "judge", config.tracking, None, name="judge", kept=tally.text) as run:
-        judging = Judging(run, progress, tally)
+    folder, counts = TableFolder.at(options.output, "judged"), JudgeCounts()
+    with working(folder, "judge", config.tracking, None, name="judge", kept=counts.text) as run:
+        context = JudgeContext(run, progress, counts)
         if opened.compare:
-            shares = of_comparisons(opened.compare(pairs, judging))
+            shares = of_comparisons(opened.compare(pairs, context))
         else:
-            scores = opened.columns([one for pair in pairs for one in pair], judging)["score"]
+            scores = opened.columns([one for pair in pairs for one in pair], context)["score"]
             shares = of_scores(zip(scores[::2], scores[1::2], strict=True))
-        made = Calibration(options.by, len(pairs), left_out, shares, tally.of_table)
+        made = Calibration(options.by, len(pairs), left_out, shares, counts.of_table)
         run.log_metrics(made.metrics())
     return made
 
@@ -186,27 +186,27 @@ def _stored(folder: TableFolder) -> TableManifest | None:
         return None
 
 
-def _lines(folder: TableFolder, made: TableManifest, tally: Tally) -> tuple[str, ...]:
+def _lines(folder: TableFolder, made: TableManifest, counts: JudgeCounts) -> tuple[str, ...]:
     """The number of samples with a score, and the judgments made for them."""
-    counts = made.counts
-    scored = f"{counts['judged']:,} of them with a score"
-    lines = [f"{folder}: {counted(made.rows, 'samples')}, {scored}", tally.text()]
-    if counts.get("comparisons"):
+    totals = made.counts
+    scored = f"{totals['judged']:,} of them with a score"
+    lines = [f"{folder}: {counted(made.rows, 'samples')}, {scored}", counts.text()]
+    if totals.get("comparisons"):
         lines.append(
-            f"{counted(counts['comparisons'], 'comparisons')}: "
-            f"{counts['comparisons_tied']:,} tied, of these "
-            f"{counts['comparisons_of_equal_texts']:,} of equal texts; "
-            f"{counts['comparisons_refused']:,} refused"
+            f"{counted(totals['comparisons'], 'comparisons')}: "
+            f"{totals['comparisons_tied']:,} tied, of these "
+            f"{totals['comparisons_of_equal_texts']:,} of equal texts; "
+            f"{totals['comparisons_refused']:,} refused"
         )
-    if "refusals" in counts:
+    if "refusals" in totals:
         lines.append(
-            f"{counted(counts['judgments'], 'answers')} of the judge, "
-            f"{counts['refusals']:,} without a verdict; "
-            f"{counts['judge_prompt_tokens']:,} tokens read, "
-            f"{counts['judge_completion_tokens']:,} written"
+            f"{counted(totals['judgments'], 'answers')} of the judge, "
+            f"{totals['refusals']:,} without a verdict; "
+            f"{totals['judge_prompt_tokens']:,} tokens read, "
+            f"{totals['judge_completion_tokens']:,} written"
         )
-    if counts.get("questions_not_taken"):
-        untaken = counted(counts["questions_not_taken"], "questions that the judge refuses")
+    if totals.get("questions_not_taken"):
+        untaken = counted(totals["questions_not_taken"], "questions that the judge refuses")
         lines.append(f"{untaken}; asked again next time")
     following = f"next: align select {folder}"
-    return (*lines, following if counts["judged"] else "no sample has a score to select by")
+    return (*lines, following if totals["judged"] else "no sample has a score to select by")

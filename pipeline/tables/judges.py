@@ -12,13 +12,13 @@ import polars as pl
 
 from ...schemas.data_options import DataOptions
 from ...schemas.errors import UsageError, counted
-from ...schemas.rows import BadRow, Record, Text
+from ...schemas.rows import BadRow, Text, TextRow
 from ...schemas.samples import Prompt
 from ...schemas.score_gaps import is_above
 from ...stages.data.cells import Wrapping, read_text
 from ...stages.data.columns import common_shape
 from ...stages.data.files import open_inputs, rows_of
-from ...stages.data.records import record_of
+from ...stages.data.text_rows import text_row_of
 from ...stages.judge.template import answer_text
 from ...stages.judge.verdicts import Compared
 from ...stages.judge.win_rate import OUTCOMES
@@ -47,7 +47,7 @@ class Candidate:
 
 
 @dataclass
-class Tally:
+class JudgeCounts:
     """Counts of judgments, and of the tokens that a language model was asked for them."""
 
     new: int = 0
@@ -67,12 +67,12 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Judging:
+class JudgeContext:
     """The work that a judge is at: its record, its counts, and the part of it that it makes."""
 
     run: Run
     progress: Progress
-    tally: Tally
+    counts: JudgeCounts
     part: Part | None = None
 
 
@@ -85,10 +85,10 @@ class Judge:
     """A judge that is ready; its weights are not loaded yet."""
 
     made_from: Mapping[str, str]  # digests of all that its judgments follow from, beside samples
-    columns: Callable[[Sequence[Candidate], Judging], Columns]
+    columns: Callable[[Sequence[Candidate], JudgeContext], Columns]
     settings: Mapping[str, Any] = field(default_factory=dict)  # that they follow from
     # Of a judge that compares samples with each other: the verdicts on pairs in both orders.
-    compare: Callable[[Sequence[Pair], Judging], Sequence[Compared]] | None = None
+    compare: Callable[[Sequence[Pair], JudgeContext], Sequence[Compared]] | None = None
 
 
 class OthersAreNotDone(Exception):  # noqa: N818 - not an error of the program
@@ -138,21 +138,21 @@ def read_gold(name: str, data: DataOptions) -> tuple[list[Pair], Sequence[str], 
     left_out = 0
     seen: Counter[str] = Counter()
     for cells in chain.from_iterable(rows_of(file, columns) for file in inputs):
-        record = record_of(cells, shape, file=0, row=0)
-        pair = _better_and_worse(record) if isinstance(record, Record) else None
-        if isinstance(cells, BadRow) or not isinstance(record, Record) or not pair:
+        text_row = text_row_of(cells, shape, file=0, row=0)
+        pair = _better_and_worse(text_row) if isinstance(text_row, TextRow) else None
+        if isinstance(cells, BadRow) or not isinstance(text_row, TextRow) or not pair:
             left_out += 1
             continue
-        key = Prompt(record.prompt, record.tools, record.template_options).key
-        shared = {**cells, "prompt": plain(record.prompt), "prompt_key": key}
-        shared |= given_to_template(record)
+        key = Prompt(text_row.prompt, text_row.tools, text_row.template_options).key
+        shared = {**cells, "prompt": plain(text_row.prompt), "prompt_key": key}
+        shared |= given_to_template(text_row)
         number = seen[key]
         seen[key] += 2
         better, worse = (
             Candidate(
                 key,
                 number + place,
-                record.prompt,
+                text_row.prompt,
                 answer_text(completion),
                 {**shared, "number": number + place, "completion": plain(completion)},
             )
@@ -164,12 +164,12 @@ def read_gold(name: str, data: DataOptions) -> tuple[list[Pair], Sequence[str], 
     return pairs, columns, left_out
 
 
-def _better_and_worse(record: Record) -> tuple[Text, Text] | None:
+def _better_and_worse(text_row: TextRow) -> tuple[Text, Text] | None:
     """The completions of a pair, or those with the highest and the lowest score."""
-    if len(record.roles) == 2 and record.roles[0] != record.roles[1]:
-        return record.completions[0], record.completions[1]
-    scores = [score for score in record.scores if score is not None]
+    if len(text_row.roles) == 2 and text_row.roles[0] != text_row.roles[1]:
+        return text_row.completions[0], text_row.completions[1]
+    scores = [score for score in text_row.scores if score is not None]
     if len(scores) < 2 or not is_above(max(scores), min(scores)):
         return None
-    best, worst = (record.scores.index(most(scores)) for most in (max, min))
-    return record.completions[best], record.completions[worst]
+    best, worst = (text_row.scores.index(most(scores)) for most in (max, min))
+    return text_row.completions[best], text_row.completions[worst]

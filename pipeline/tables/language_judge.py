@@ -27,7 +27,7 @@ from ...stages.judge.win_rate import OUTCOMES
 from ...stages.storage.answers import Answers
 from ...stages.storage.tables import TableFolder, read_table
 from ..parts import WHOLE
-from .judges import Candidate, Columns, Judge, Judging, OthersAreNotDone, Pair, candidates_of
+from .judges import Candidate, Columns, Judge, JudgeContext, OthersAreNotDone, Pair, candidates_of
 from .samplers import sampler_of, unknown
 
 # A sample, and the texts that the judge sees of it: its own, or two in their order.
@@ -81,12 +81,12 @@ class Asker:
             self.made_from["against"] = manifest.root
             self.others = {one.key: one for one in candidates_of(table, options.against)}
 
-    def grade(self, candidates: Sequence[Candidate], judging: Judging) -> Columns:
+    def grade(self, candidates: Sequence[Candidate], context: JudgeContext) -> Columns:
         """The score of each sample, from 1 to 10; none for a refusal."""
-        found = self.verdicts([(one, (one.text,)) for one in candidates], judging)
+        found = self.verdicts([(one, (one.text,)) for one in candidates], context)
         return {"score": [None if one is None else float(one) for one in found]}
 
-    def rank(self, candidates: Sequence[Candidate], judging: Judging) -> Columns:
+    def rank(self, candidates: Sequence[Candidate], context: JudgeContext) -> Columns:
         """Wins, ties and losses, and the share of comparisons won; a tie is half a win."""
         pairs = self._pairs(candidates)
         outcomes = {
@@ -95,7 +95,7 @@ class Asker:
             "second": ("losses", "wins"),
         }
         standings: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
-        for (first, second), found in zip(pairs, self.compare(pairs, judging), strict=True):
+        for (first, second), found in zip(pairs, self.compare(pairs, context), strict=True):
             if found.winner:
                 own_outcome, others_outcome = outcomes[found.winner]
                 standings[first.key][own_outcome] += 1
@@ -123,18 +123,18 @@ class Asker:
             raise UsageError(f"judge.by pairwise: there is nothing to compare: {missing}.")
         return pairs
 
-    def compare(self, pairs: Sequence[Pair], judging: Judging) -> list[Compared]:
+    def compare(self, pairs: Sequence[Pair], context: JudgeContext) -> list[Compared]:
         """The verdicts on pairs in both orders; equal texts are a tie and are not asked."""
         asked: list[Question] = []
         for first, second in pairs:
             if first.text != second.text:
                 asked += [(first, (first.text, second.text)), (first, (second.text, first.text))]
-        verdicts = iter(self.verdicts(asked, judging))
+        verdicts = iter(self.verdicts(asked, context))
         compared = [
             SAME if first.text == second.text else Compared(next(verdicts), next(verdicts))
             for first, second in pairs
         ]
-        judging.tally.of_table |= {
+        context.counts.of_table |= {
             "comparisons": len(compared),
             "comparisons_tied": sum(one.winner == "tie" for one in compared),
             "comparisons_of_equal_texts": sum(not one.was_asked for one in compared),
@@ -142,7 +142,7 @@ class Asker:
         }
         return compared
 
-    def verdicts(self, questions: Sequence[Question], judging: Judging) -> list[Any]:
+    def verdicts(self, questions: Sequence[Question], context: JudgeContext) -> list[Any]:
         """The verdict on each question; None for a refusal.
 
         A question is asked once: the key of its answer is a hash of all that determines it.
@@ -152,17 +152,17 @@ class Asker:
             hashes = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
             keys.append(digest(["judgment", self.name, asked.prompt_key, hashes])[:KEY_LENGTH])
         keyed = dict(zip(keys, questions, strict=True))
-        options, tally, part = self.config.judge, judging.tally, judging.part or WHOLE
+        options, counts, part = self.config.judge, context.counts, context.part or WHOLE
         answers = Answers(TableFolder.at(options.output, "judged").answers(options.answers))
         missing = answers.missing(keyed)
-        tally.known += len(keyed) - len(missing)
+        counts.known += len(keyed) - len(missing)
         if missing:
             own = [*keyed][part.number - 1 :: part.count]
-            judging.progress.begin("judging", total=len(own), unit="questions")
-            for some in unknown(answers, own, sampler=self.sampler, progress=judging.progress):
-                self._ask({key: keyed[key] for key in some}, answers, judging)
-                judging.run.log_metrics(tally.metrics(), step=tally.new)
-            judging.progress.end()
+            context.progress.begin("judging", total=len(own), unit="questions")
+            for some in unknown(answers, own, sampler=self.sampler, progress=context.progress):
+                self._ask({key: keyed[key] for key in some}, answers, context)
+                context.run.log_metrics(counts.metrics(), step=counts.new)
+            context.progress.end()
             answers.look()
         not_taken = answers.refused(keyed)
         if len(not_taken) < len(answers.missing(keyed)):
@@ -179,7 +179,7 @@ class Asker:
 
         read = score_in if self.template.kind == "rubric" else verdict_in
         verdicts: dict[str, Any] = dict.fromkeys(not_taken)
-        counts = {
+        totals = {
             "judgments": len(keyed) - len(not_taken),
             "questions_not_taken": len(not_taken),
             "refusals": 0,
@@ -188,13 +188,13 @@ class Asker:
         }
         for key, answer in answers.of(keyed):
             verdicts[key] = read(answer)
-            counts["refusals"] += verdicts[key] is None
-            counts["judge_prompt_tokens"] += answer["prompt_tokens"]
-            counts["judge_completion_tokens"] += answer["completion_tokens"]
-        tally.of_table |= counts
+            totals["refusals"] += verdicts[key] is None
+            totals["judge_prompt_tokens"] += answer["prompt_tokens"]
+            totals["judge_completion_tokens"] += answer["completion_tokens"]
+        counts.of_table |= totals
         return [verdicts[key] for key in keys]
 
-    def _ask(self, questions: dict[str, Question], answers: Answers, judging: Judging) -> None:
+    def _ask(self, questions: dict[str, Question], answers: Answers, context: JudgeContext) -> None:
         """Asks questions; an answer is durable before it counts."""
         wanted: dict[str, Wanted] = {}
         keys: dict[str, list[str]] = {}  # two questions may be the same to the judge
@@ -215,7 +215,7 @@ class Asker:
                     refused |= dict.fromkeys(keys[one.prompt], one.reason)
             answers.add(given, refused)
             tokens = sum(one.completion_tokens for one in samples)
-            judging.tally.new += len(given)
-            judging.tally.prompt_tokens += sum(one.prompt_tokens for one in samples)
-            judging.tally.completion_tokens += tokens
-            judging.progress.advance(len(given) + len(refused), tokens=tokens)
+            context.counts.new += len(given)
+            context.counts.prompt_tokens += sum(one.prompt_tokens for one in samples)
+            context.counts.completion_tokens += tokens
+            context.progress.advance(len(given) + len(refused), tokens=tokens)

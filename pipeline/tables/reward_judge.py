@@ -16,7 +16,7 @@ from ...stages.storage.disk import fs
 from ...stages.storage.output_folder import SCORES
 from ...stages.storage.tables import TableFolder
 from ..jobs.object_inputs import local_model
-from .judges import Candidate, Columns, Judge, Judging, OthersAreNotDone
+from .judges import Candidate, Columns, Judge, JudgeContext, OthersAreNotDone
 from .score_rewards import open_reward_model, score_data
 
 OPTIONAL = ("tools", "chat_template_kwargs")
@@ -33,7 +33,7 @@ def reward_judge(config: Config) -> Judge:
 
 
 def _columns(
-    config: Config, name: str, candidates: Sequence[Candidate], judging: Judging
+    config: Config, name: str, candidates: Sequence[Candidate], context: JudgeContext
 ) -> Columns:
     """The score of each sample that is not blank; equal ones of a prompt are scored once."""
     # Each prompt with its different samples, as a row of data.
@@ -77,8 +77,8 @@ def _columns(
         ),
         folder / SCORES,
         open_reward_model,
-        progress=judging.progress,
-        part=judging.part,
+        progress=context.progress,
+        part=context.part,
     )
     if found is None:
         raise OthersAreNotDone
@@ -87,8 +87,8 @@ def _columns(
     for place, of_row in found.select("row", "scores").iter_rows():
         key = keys[place]
         scores |= {(key, text): of for text, of in zip(prompts[key], of_row, strict=True)}
-    judging.tally.new += made.tally.scored
-    judging.tally.known += len(scores) - made.tally.scored
+    context.counts.new += made.counts.scored
+    context.counts.known += len(scores) - made.counts.scored
     return {"score": [scores.get((one.prompt_key, _text(one))) for one in candidates]}
 
 

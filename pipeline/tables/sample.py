@@ -24,7 +24,7 @@ from ...schemas.samples import (
 )
 from ...stages.data.cells import template_unused
 from ...stages.data.files import inputs_of
-from ...stages.data.records import read_prompts
+from ...stages.data.text_rows import read_prompts
 from ...stages.sample.sample_table import sample_table, unique_prompts
 from ...stages.storage.answers import Answers
 from ...stages.storage.cache import Cache
@@ -34,7 +34,7 @@ from ...stages.tracking.run_texts import data_name, description, model_name, quo
 from ..jobs.object_inputs import with_local_inputs
 from ..jobs.rejected_rows import RejectedRows, first_rejected
 from ..parts import Part
-from ..work import Made, owned, working
+from ..work import CommandResult, owned, working
 from .samplers import (
     ANSWERS_AT_ONCE,
     require_kept,
@@ -45,7 +45,7 @@ from .samplers import (
     wrapping_of,
 )
 
-SampleResult: TypeAlias = "Made[TableManifest, SampleTally]"
+SampleResult: TypeAlias = "CommandResult[TableManifest, SampleCounts]"
 
 LEFT_OUT = {
     "prompts_too_long": "prompts longer than the context allows",
@@ -68,7 +68,7 @@ def sample(
     the model that the settings would name.
     """
     # What the settings alone get wrong, before data or a model are looked at.
-    options, tally = config.sample, SampleTally()
+    options, counts = config.sample, SampleCounts()
     require_kept(part, options.output, options.answers, "sample.answers")
     if config.model.adapter and not config.server.url:
         from ...stages.model.model_folder import require_peft  # noqa: PLC0415 - servers need none
@@ -90,16 +90,16 @@ def sample(
         for prompt in asked.prompts
     }
     answers = Answers(folder.answers(options.answers))
-    tally.known = sum(len(own) - len(answers.missing(own)) for own in keys.values())
-    if tally.known == options.n * len(asked.prompts):
+    counts.known = sum(len(own) - len(answers.missing(own)) for own in keys.values())
+    if counts.known == options.n * len(asked.prompts):
         with owned(folder, "sample", part):
             manifest = _published(folder, asked, keys, answers, settings)
-        lines = _lines(folder, manifest, tally, asked.notes)
-        return Made(str(folder), manifest, tally, lines, part, was_complete=True)
+        lines = _lines(folder, manifest, counts, asked.notes)
+        return CommandResult(str(folder), manifest, counts, lines, part, was_complete=True)
 
     named = config.server.model if config.server.url else config.model.path
     name = run_name(named, "sample", data_name(config.data.files))
-    with working(folder, "sample", config.tracking, part, name=name, kept=tally.text) as run:
+    with working(folder, "sample", config.tracking, part, name=name, kept=counts.text) as run:
         params = {f"sample.{name}": str(value) for name, value in numbers.items()}
         run.log_params({**params, **identity})
         files = ", ".join(config.data.files)
@@ -120,21 +120,23 @@ def sample(
         progress.begin("sampling", total=options.n * len(own), unit="samples")
         logged = 0
         for drawn in _draw(own, keys, answers, sampler, sampling, progress):
-            tally.add(drawn)
-            if tally.new >= logged + ANSWERS_AT_ONCE:
-                logged = tally.new
-                run.log_metrics(tally.metrics(), step=logged)
-        run.log_metrics(tally.metrics(), step=tally.new)
+            counts.add(drawn)
+            if counts.new >= logged + ANSWERS_AT_ONCE:
+                logged = counts.new
+                run.log_metrics(counts.metrics(), step=logged)
+        run.log_metrics(counts.metrics(), step=counts.new)
         progress.end()
 
         answers.look()
         manifest = _published(folder, asked, keys, answers, settings)
         if manifest:
-            counts = {f"table/{name}": float(count) for name, count in manifest.counts.items()}
-            run.log_metrics(counts, step=tally.new)
+            totals = {f"table/{name}": float(count) for name, count in manifest.counts.items()}
+            run.log_metrics(totals, step=counts.new)
             run.set_tags({"align.samples_root": manifest.root})
-    lines = _lines(folder, manifest, tally, asked.notes)
-    return Made(str(folder), manifest, tally, lines, part, has_published=manifest is not None)
+    lines = _lines(folder, manifest, counts, asked.notes)
+    return CommandResult(
+        str(folder), manifest, counts, lines, part, has_published=manifest is not None
+    )
 
 
 def _draw(
@@ -167,7 +169,7 @@ def _draw(
 
 
 @dataclass
-class SampleTally:
+class SampleCounts:
     """Counts of the samples that this process has drawn."""
 
     new: int = 0
@@ -294,19 +296,19 @@ def _published(
 
 
 def _lines(
-    folder: TableFolder, manifest: TableManifest | None, tally: SampleTally, notes: Sequence[str]
+    folder: TableFolder, manifest: TableManifest | None, counts: SampleCounts, notes: Sequence[str]
 ) -> tuple[str, ...]:
     """A summary of the table: its samples, their mean length, and what was left out."""
     if manifest is None:
         return ()
-    counts = manifest.counts
-    mean = counts["completion_tokens"] / max(counts["samples"], 1)
-    left = [counted(counts[name], words) for name, words in LEFT_OUT.items() if counts[name]]
+    totals = manifest.counts
+    mean = totals["completion_tokens"] / max(totals["samples"], 1)
+    left = [counted(totals[name], words) for name, words in LEFT_OUT.items() if totals[name]]
     return (
-        f"{folder}: {counted(counts['samples'], 'samples')} of "
-        f"{counted(counts['prompts'], 'prompts')}, {mean:.1f} tokens each on average",
-        tally.text(),
-        f"cut at max_new_tokens: {counts['cut']:,}; empty: {counts['empty']:,}",
+        f"{folder}: {counted(totals['samples'], 'samples')} of "
+        f"{counted(totals['prompts'], 'prompts')}, {mean:.1f} tokens each on average",
+        counts.text(),
+        f"cut at max_new_tokens: {totals['cut']:,}; empty: {totals['empty']:,}",
         *([f"left out: {', '.join(left)}"] if left else []),
         *(f"note: {note}" for note in notes),
         f"next: align judge {folder} --by …",

@@ -11,7 +11,7 @@ from ...schemas.config import Config, ModelOptions, ScoringOptions
 from ...schemas.data_options import TokenOptions
 from ...schemas.errors import UsageError
 from ...schemas.round_options import SampleOptions, ServerOptions
-from ...schemas.rows import BadRow, Record, Role
+from ...schemas.rows import BadRow, Role, TextRow
 from ...schemas.samples import (
     SERVER,
     Prompt,
@@ -169,10 +169,10 @@ class LocalSampler(Sampler):
     def fitted(self, prompt: Prompt) -> Prompt:
         """The prompt with its calls of tools in the form that the chat template writes."""
         try:
-            record = self._tokenizer.fitted(_record(prompt))
+            text_row = self._tokenizer.fitted(_text_row(prompt))
         except BadRow:  # it is among the refused
             return prompt
-        return replace(prompt, text=record.prompt, tools=record.tools)
+        return replace(prompt, text=text_row.prompt, tools=text_row.tools)
 
     def refused(self, prompts: Sequence[Prompt], sampling: Sampling) -> Mapping[str, BadRow]:
         """Prompts that fill the model's context, or fail in its template."""
@@ -269,13 +269,13 @@ def _ids(prompt: Prompt, tokenizer: TextTokenizer) -> list[int]:
 
     if not isinstance(prompt.text, str):
         tokenizer.require_template()
-    return encode_prompt(_record(prompt), tokenizer)
+    return encode_prompt(_text_row(prompt), tokenizer)
 
 
-def _record(prompt: Prompt) -> Record:
+def _text_row(prompt: Prompt) -> TextRow:
     """A row with the prompt and some answer to it."""
     answer = "x" if isinstance(prompt.text, str) else ({"role": "assistant", "content": "x"},)
-    return Record(
+    return TextRow(
         file=0,
         row=0,
         prompt=prompt.text,

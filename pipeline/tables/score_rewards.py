@@ -14,11 +14,11 @@ from ...schemas.cache import file_identity
 from ...schemas.columns import Ragged
 from ...schemas.config import Config, ModelOptions
 from ...schemas.errors import UsageError, counted
-from ...schemas.rows import Record, Reference
+from ...schemas.rows import Reference, TextRow
 from ...stages.data.cells import Wrapping
 from ...stages.data.columns import common_shape, not_read
 from ...stages.data.files import digested, inputs_of, require_unchanged
-from ...stages.data.records import read_records
+from ...stages.data.text_rows import read_text_rows
 from ...stages.model.reference import HfReward
 from ...stages.storage.cache import Cache
 from ...stages.storage.disk import fs
@@ -85,13 +85,13 @@ def rewards_from_model(
     scored = files.join(found, on="file").sort("place", "row")["place", "row", "scores"].iter_rows()
     rows_in = 0
 
-    def rewarded() -> Iterator[tuple[Record, Sequence[float]]]:
+    def rewarded() -> Iterator[tuple[TextRow, Sequence[float]]]:
         nonlocal rows_in
         file, row, scores = next(scored, NO_MORE)
-        for record in read_records(inputs, shape):
+        for text_row in read_text_rows(inputs, shape):
             rows_in += 1
-            if isinstance(record, Record) and (record.file, record.row) == (file, row):
-                yield record, scores
+            if isinstance(text_row, TextRow) and (text_row.file, text_row.row) == (file, row):
+                yield text_row, scores
                 file, row, scores = next(scored, NO_MORE)
         require_unchanged(inputs, before)
 
@@ -137,20 +137,20 @@ def score_data(
 
 
 def write_rewarded(
-    output: OutputFolder, rows: Iterable[tuple[Record, Sequence[float]]]
+    output: OutputFolder, rows: Iterable[tuple[TextRow, Sequence[float]]]
 ) -> tuple[int, int]:
     """Writes the file in one step; returns how many rows and completions it holds."""
     num_rows = num_completions = 0
     content = hashlib.sha256()
     output.require_ours(ROWS)
     with fs.new_file(output.root / ROWS, replaces=True) as file:
-        for record, scores in rows:
+        for text_row, scores in rows:
             row = {
-                "prompt": plain(record.prompt),
-                "completions": [plain(completion) for completion in record.completions],
+                "prompt": plain(text_row.prompt),
+                "completions": [plain(completion) for completion in text_row.completions],
                 "scores": list(scores),
-                **given_to_template(record),
-                **record.carried,
+                **given_to_template(text_row),
+                **text_row.carried,
             }
             encoded = f"{json.dumps(row, ensure_ascii=False, allow_nan=False)}\n".encode()
             file.write(encoded)

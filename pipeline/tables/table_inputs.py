@@ -11,13 +11,13 @@ import polars as pl
 
 from ...schemas.config import Config
 from ...schemas.errors import UsageError, counted, logger
-from ...schemas.rows import Record, Rejected, Text
+from ...schemas.rows import Rejected, Text, TextRow
 from ...schemas.samples import Drawing, Prompt
 from ...stages.data.cells import Wrapping
 from ...stages.data.columns import common_shape, not_read
 from ...stages.data.files import digested, open_inputs, require_unchanged
 from ...stages.data.readers import ending_of
-from ...stages.data.records import read_records
+from ...stages.data.text_rows import read_text_rows
 from ...stages.sample.sample_table import prompt_table, text_column
 from ...stages.storage.tables import TableFolder, TableKind, read_table
 from ..jobs.object_inputs import with_local_inputs
@@ -59,7 +59,7 @@ def read_input(config: Config, named: str, kind: TableKind) -> TableInput:
         )
     if shape.unread:
         logger.warning("%s: %s", named, not_read(shape.unread))
-    rows = [*read_records([file], replace(shape, wrap=Wrapping.of(config.data.wrap)))]
+    rows = [*read_text_rows([file], replace(shape, wrap=Wrapping.of(config.data.wrap)))]
     require_unchanged([file], [before])
     rejected = [row for row in rows if isinstance(row, Rejected)]
     if rejected:
@@ -68,21 +68,21 @@ def read_input(config: Config, named: str, kind: TableKind) -> TableInput:
         limit.require_few(first_rejected(rejected, lambda _: named))
         found = counted(len(rejected), "rows")
         logger.warning("%s: %s cannot be used: %s", named, found, rejected[0].detail)
-    table = samples_of(row for row in rows if isinstance(row, Record))
+    table = samples_of(row for row in rows if isinstance(row, TextRow))
     if kind == "samples":
         table = table.drop("score")  # they are judged anew
     return TableInput(table, "data", before.sha256, len(rejected))
 
 
-def samples_of(records: Iterable[Record]) -> pl.DataFrame:
+def samples_of(text_rows: Iterable[TextRow]) -> pl.DataFrame:
     """A judged sample for each completion; rows of one prompt follow its first occurrence."""
     prompts: dict[str, Prompt] = {}
     answers: dict[str, list[tuple[Text, float | None]]] = {}
-    for record in records:
-        prompt = Prompt(record.prompt, record.tools, record.template_options)
+    for text_row in text_rows:
+        prompt = Prompt(text_row.prompt, text_row.tools, text_row.template_options)
         key = prompt.key
         prompts.setdefault(key, prompt)
-        answers.setdefault(key, []).extend(zip(record.completions, record.scores, strict=True))
+        answers.setdefault(key, []).extend(zip(text_row.completions, text_row.scores, strict=True))
     rows = [
         (key, number, completion, score)
         for key, own in answers.items()
@@ -105,8 +105,8 @@ def plain(text: Text) -> Any:
     return text if isinstance(text, str) else [dict(message) for message in text]
 
 
-def given_to_template(record: Record) -> dict[str, Any]:
-    """The tools and options of a record's prompt, as columns, if it has them."""
-    tools = {"tools": list(record.tools)} if record.tools else {}
-    options = record.template_options
+def given_to_template(text_row: TextRow) -> dict[str, Any]:
+    """The tools and template options of a row, as columns, if it has them."""
+    tools = {"tools": list(text_row.tools)} if text_row.tools else {}
+    options = text_row.template_options
     return tools | ({"chat_template_kwargs": dict(options)} if options else {})

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ...schemas.batches import EvalSample, Visits
 from ...schemas.cache import Stops
-from ...schemas.checkpoint import Ending, How, State
+from ...schemas.checkpoint import RunEnding, RunStatus, State
 from ...schemas.errors import AlignError, Interrupted, StorageError, counted, log_failure
 from ...schemas.safe_text import redacted
 from ...stages.engine.distributed import run_on_rank_zero
@@ -260,7 +260,7 @@ class RunRecords:
             )
 
     def ended(
-        self, how: How, step: int, *, reason: str = "", model_step: int | None = None
+        self, how: RunStatus, step: int, *, reason: str = "", model_step: int | None = None
     ) -> None:
         """Records the final status and the model; a run without this record was killed."""
         run, folder, tracked = self._run, self._run.folder, self._tracked
@@ -278,7 +278,7 @@ class RunRecords:
             tags = {"align.cache_root": run.manifest.root, "align.step": str(of_step)}
             tracked.log_model_link(folder.model, tags=tags)
         tracked.sync()
-        ending = Ending(
+        ending = RunEnding(
             ending=how,
             step=step,
             total_steps=run.total_steps,

@@ -35,8 +35,7 @@ from ..options.settings import read_yaml, without_secrets
 from .run_history import History, Measured, curves, read_history
 
 if TYPE_CHECKING:
-    from ...schemas.checkpoint import Ending as RunEnding
-    from ...stages.train.together import Ending
+    from ...schemas.checkpoint import RunEnding, RunStatus
 
 logger = logging.getLogger("align")
 
@@ -332,7 +331,7 @@ class Trained:
     """A run that ended, with its first and last metrics, for the terminal."""
 
     folder: RunFolder
-    ending: Ending
+    ending: RunStatus
     steps: int
     measured: Measured
     is_old: bool = False  # it had ended before this command
@@ -374,7 +373,7 @@ def trained_before(folder: RunFolder, *, writes: bool) -> Trained:
 
 
 def outcome(
-    folder: RunFolder, ending: Ending, warnings: Mapping[str, str] | None = None
+    folder: RunFolder, ending: RunStatus, warnings: Mapping[str, str] | None = None
 ) -> Trained:
     """Reads the steps and metrics of a run; `warnings` come from its report."""
     known = read_ending(folder)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...schemas.batches import MicroBatch, StepBatch
-from ...schemas.checkpoint import State
+from ...schemas.checkpoint import RunStatus, State
 from ...schemas.errors import Interrupted, MemoryLimitError, NonFiniteError, log_failure
 from ...schemas.methods import Mean
 from ...stages.engine.distributed import (
@@ -35,7 +35,7 @@ from ...stages.train.evaluation import (
 from ...stages.train.memory import MicroBatchTooLarge, peak_mib
 from ...stages.train.patience import why_over, with_evaluation
 from ...stages.train.step import StepResult, added, finite, learning_rate, train_step
-from ...stages.train.together import Ending, StopConditions, Together, tokens_run
+from ...stages.train.together import StopConditions, Together, tokens_run
 from ..jobs.signals import add_resume_hint, asked_to_stop
 from .load import identify, load
 from .records import open_records
@@ -106,10 +106,10 @@ def train_in(run: Run, progress: Progress) -> Trained:
             return outcome(run.folder, ending, warnings)
 
 
-def learn(run: Run, state: State) -> tuple[State, Ending]:
+def learn(run: Run, state: State) -> tuple[State, RunStatus]:
     """Trains step by step until the last step, train.patience, or a reason to stop."""
     save_every = run.config.train.save_every
-    ending: Ending | None
+    ending: RunStatus | None
     state, ending = evaluated(run, state)
     with run.feed.steps(state.step) as stream:
         batches = Together(run.engine, fitting(run, stream), run.meter, run.stop)
@@ -214,7 +214,7 @@ def fitting(run: Run, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
         yield run.feed.cut(batch, run.memory.budget) if run.memory.times else batch
 
 
-def evaluated(run: Run, state: State) -> tuple[State, Ending | None]:
+def evaluated(run: Run, state: State) -> tuple[State, RunStatus | None]:
     """The state after the evaluation, if one is due and not done yet.
 
     A stop or an error drops the evaluation; after an error the state is saved without it.
@@ -238,7 +238,7 @@ def evaluated(run: Run, state: State) -> tuple[State, Ending | None]:
         raise
 
 
-def measure(run: Run, state: State) -> tuple[State, Ending | None]:
+def measure(run: Run, state: State) -> tuple[State, RunStatus | None]:
     """Runs all held-out rows as one step of the loss, without an update, and records it."""
     options = run.config.train
     samples = EvalSamples(most_rows=options.eval_table, keeps_ids=options.eval_text)

@@ -20,7 +20,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ...schemas.errors import UsageError
-from ...schemas.rows import BadRow, Message, Record, Text
+from ...schemas.rows import BadRow, Message, Text, TextRow
 from .cells import ASSISTANT, is_blank, parse_json, shown
 
 # A made-up conversation, to find out what a template writes.
@@ -134,14 +134,14 @@ class ChatTemplate:
         parameters = {"type": "object", "properties": {"query": {"description": MARK}}}
         return _forms(parameters, lambda given: self.probe((USER,), [_made_up_tool(given)]))
 
-    def fit(self, record: Record) -> Record:
-        """The record with its tool calls and tools in a form that the template writes."""
-        given = (record.prompt, *record.completions)
+    def fit(self, text_row: TextRow) -> TextRow:
+        """The row with its tool calls and tools in a form that the template writes."""
+        given = (text_row.prompt, *text_row.completions)
         prompt, *completions = [() if isinstance(text, str) else text for text in given]
-        if not record.tools and not any(
+        if not text_row.tools and not any(
             message.get("tool_calls") for text in (prompt, *completions) for message in text
         ):
-            return record
+            return text_row
         if not self.call_forms and any(
             text and all(is_blank(message.get("content") or "") for message in text)
             for text in completions
@@ -161,11 +161,11 @@ class ChatTemplate:
             return {**message, "tool_calls": calls}
 
         return replace(
-            record,
-            prompt=fitted(record.prompt),
-            completions=tuple(map(fitted, record.completions)),
-            tools=record.tools
-            and tuple(_in_form(tool, "parameters", self.tool_forms) for tool in record.tools),
+            text_row,
+            prompt=fitted(text_row.prompt),
+            completions=tuple(map(fitted, text_row.completions)),
+            tools=text_row.tools
+            and tuple(_in_form(tool, "parameters", self.tool_forms) for tool in text_row.tools),
         )
 
 
@@ -220,15 +220,15 @@ def _in_form(entry: Mapping[str, Any], key: str, forms: frozenset[type]) -> Mapp
 
 
 class Conversation:
-    """A record's messages under a chat template; each text is rendered once."""
+    """A row's messages under a chat template; each text is rendered once."""
 
-    def __init__(self, record: Record, chat: ChatTemplate) -> None:
-        assert not isinstance(record.prompt, str)
-        self.record = record
+    def __init__(self, text_row: TextRow, chat: ChatTemplate) -> None:
+        assert not isinstance(text_row.prompt, str)
+        self.text_row = text_row
         self.chat = chat
         self._rendered: dict[tuple[object, ...], Rendered] = {}
-        self._prompt: tuple[Message, ...] = record.prompt
-        self._completions = [each for each in record.completions if not isinstance(each, str)]
+        self._prompt: tuple[Message, ...] = text_row.prompt
+        self._completions = [each for each in text_row.completions if not isinstance(each, str)]
         # The prompt with each completion, which may continue the prompt's last message.
         self.wholes = [self._joined(completion) for completion in self._completions]
 
@@ -241,10 +241,10 @@ class Conversation:
         return (*before, {**last, **first, "content": content}, *completion[1:])
 
     def render(self, messages: Sequence[Message], **how: bool) -> Rendered:
-        """Messages as the template writes them with the record's tools and options."""
-        key = (*map(id, messages), *how.items())  # the record and `wholes` hold the messages
+        """Messages as the template writes them with the row's tools and options."""
+        key = (*map(id, messages), *how.items())  # the row and `wholes` hold the messages
         if key not in self._rendered:
-            options, tools = self.record.template_options, self.record.tools
+            options, tools = self.text_row.template_options, self.text_row.tools
             self._rendered[key] = self.chat.render(messages, tools, options, **how)
         return self._rendered[key]
 

@@ -14,21 +14,21 @@ from numpy.typing import NDArray
 from ...schemas.data_options import TokenOptions
 from ...schemas.errors import FingerprintError
 from ...schemas.row_table import Rows, fitted_length
-from ...schemas.rows import BadRow, Message, Record, Rejected
+from ...schemas.rows import BadRow, Message, Rejected, TextRow
 from .cells import ASSISTANT
 from .chat_template import Conversation
 from .files import InputFile
 from .readers import FilePart
-from .records import in_batches, records_in
 from .row_keys import EncodedRow, key_rows
 from .shapes import PAIR, Shape
 from .stop_tokens import StopRule, span_of
+from .text_rows import in_batches, text_rows_in
 from .tokenizer import TextTokenizer, collector_paused, load_tokenizer, tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
 
-# An encoding takes some hundred bytes per token until its record becomes a row.
+# An encoding takes some hundred bytes per token until it becomes an EncodedRow.
 RECORDS_AT_ONCE = 32
 CHARACTERS_AT_ONCE = 1 << 20
 
@@ -42,18 +42,18 @@ class Turn(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _RecordTexts:
-    """A record as text; each tuple has an entry per completion."""
+class _RowTexts:
+    """A row as rendered text; each tuple has an entry per completion."""
 
-    record: Record
+    text_row: TextRow
     texts: Sequence[str]  # prompt and completion, joined
     boundaries: tuple[int, ...]  # the character at which the completion starts
     turns: tuple[tuple[Turn, ...] | None, ...]  # in characters; None: one turn, all learned
-    notes: tuple[str, ...]  # counted once the record becomes a row
+    notes: tuple[str, ...]  # counted once the row is encoded
 
 
 class Encoder:
-    """Encodes checked records with one tokenizer and its options."""
+    """Encodes checked rows with one tokenizer and its options."""
 
     def __init__(self, tokenizer: TextTokenizer, options: TokenOptions) -> None:
         self._tokenizer = tokenizer
@@ -62,9 +62,9 @@ class Encoder:
         escaped = [re.escape(text) for text in tokenizer.specials if text]
         self._specials = re.compile("|".join(escaped)) if escaped else None
 
-    def encode(self, found: Iterable[Record | Rejected]) -> Iterator[EncodedRow | Rejected]:
-        """A row of tokens for each record, or its rejection; rejected rows pass through."""
-        batch, characters = list[_RecordTexts](), 0
+    def encode(self, found: Iterable[TextRow | Rejected]) -> Iterator[EncodedRow | Rejected]:
+        """Each row as token ids, or rejected; rejected rows pass through."""
+        batch, characters = list[_RowTexts](), 0
         for one in found:
             if isinstance(one, Rejected):
                 yield one
@@ -81,7 +81,7 @@ class Encoder:
                 batch, characters = [], 0
         yield from self._tokenize(batch)
 
-    def _tokenize(self, batch: Sequence[_RecordTexts]) -> Iterator[EncodedRow | Rejected]:
+    def _tokenize(self, batch: Sequence[_RowTexts]) -> Iterator[EncodedRow | Rejected]:
         texts = [text for rendered in batch for text in rendered.texts]
         encodings = iter(self._tokenizer.backend.encode_batch(texts, add_special_tokens=False))
         for rendered in batch:
@@ -89,12 +89,12 @@ class Encoder:
             try:
                 yield self._row(rendered, own)
             except BadRow as bad:
-                yield bad.at(rendered.record.file, rendered.record.row)
+                yield bad.at(rendered.text_row.file, rendered.text_row.row)
 
-    def _render(self, record: Record) -> _RecordTexts:
-        """The texts of a record, where completions start, and the turns that are learned."""
-        record = self._tokenizer.fitted(record)
-        conversation, prompt, texts = _texts_of(record, self._tokenizer)
+    def _render(self, row: TextRow) -> _RowTexts:
+        """The texts of a row, where completions start, and the turns that are learned."""
+        row = self._tokenizer.fitted(row)
+        conversation, prompt, texts = _texts_of(row, self._tokenizer)
         boundaries = tuple(common_length(prompt, text) for text in texts)
         turns: tuple[tuple[Turn, ...] | None, ...] = (None,) * len(texts)
         if conversation and self._options.learn != "all":
@@ -105,18 +105,18 @@ class Encoder:
         is_odd = {
             "rows_of_conversations" if conversation else "rows_of_plain_text": True,
             "rows_with_special_tokens_in_text": self._specials
-            and self._specials.search("\0".join(_texts_in((record.prompt, record.completions)))),
+            and self._specials.search("\0".join(_texts_in((row.prompt, row.completions)))),
             "rows_whose_template_changes_the_prompt": min(boundaries) < len(prompt),
             "rows_with_reasoning_that_the_template_never_shows": conversation
-            and _has_reasoning(record)
+            and _has_reasoning(row)
             and not conversation.chat.shows_reasoning,
         }
         notes = tuple(note for note, is_so in is_odd.items() if is_so)
-        return _RecordTexts(record, texts, boundaries, turns, notes)
+        return _RowTexts(row, texts, boundaries, turns, notes)
 
-    def _row(self, rendered: _RecordTexts, encodings: Sequence[Encoding]) -> EncodedRow:
+    def _row(self, rendered: _RowTexts, encodings: Sequence[Encoding]) -> EncodedRow:
         """The row; the prompt is truncated first, then completions to the room that is left."""
-        record, texts, limit = rendered.record, rendered.texts, self._options.max_length
+        text_row, texts, limit = rendered.text_row, rendered.texts, self._options.max_length
         # All completions begin at the same token of their texts: the first one that differs or
         # holds a character of any completion.
         start = min(map(_first_token_from, encodings, rendered.boundaries, map(len, texts)))
@@ -134,7 +134,7 @@ class Encoder:
                 "completion; raise max_length or set max_prompt_length",
             )
         tails = [each[shared:] for each in ids]
-        ended = [*map(self._stop_rule.end, tails, record.completions, texts, encodings)]
+        ended = [*map(self._stop_rule.end, tails, text_row.completions, texts, encodings)]
         completions = tuple(
             tail[: fitted_length(tail, room, self._tokenizer.stops.tokens)] for tail in ended
         )
@@ -149,7 +149,7 @@ class Encoder:
             None if mask is None else mask[: len(completion)]
             for mask, completion in zip(learned, completions, strict=True)
         )
-        for role, mask, num_cut in zip(record.roles, learned, cut, strict=True):
+        for role, mask, num_cut in zip(text_row.roles, learned, cut, strict=True):
             if mask is not None and not mask.any():
                 why = (
                     "its learned turns are cut off: raise max_length"
@@ -158,11 +158,11 @@ class Encoder:
                 )
                 detail = f"nothing of the {role.name.lower()} completion is learned: {why}"
                 raise BadRow("nothing_learned", detail)
-        better, worse = record.scores if record.roles == PAIR else (None, None)
+        better, worse = text_row.scores if text_row.roles == PAIR else (None, None)
         is_odd = {
             "rows_with_prompt_truncated": len(prompt) < len(whole_prompt),
             "rows_with_completion_truncated": any(cut),
-            "pairs_with_equal_completions": record.roles == PAIR
+            "pairs_with_equal_completions": text_row.roles == PAIR
             and completions[0] == completions[1],
             "pairs_whose_rejected_score_is_higher": better is not None
             and worse is not None
@@ -170,10 +170,10 @@ class Encoder:
         }
         notes = (*rendered.notes, *(note for note, is_so in is_odd.items() if is_so))
         num_cut = len(whole_prompt) - len(prompt)
-        return EncodedRow(record, prompt, num_cut, completions, cut, learned, notes)
+        return EncodedRow(text_row, prompt, num_cut, completions, cut, learned, notes)
 
     def _learned(
-        self, rendered: _RecordTexts, number: int, encoding: Encoding, tail: list[int], length: int
+        self, rendered: _RowTexts, number: int, encoding: Encoding, tail: list[int], length: int
     ) -> NDArray[np.int16] | None:
         """Mask of a completion's learned tokens; the last of `length` may be its stop token."""
         turns, text = rendered.turns[number], rendered.texts[number]
@@ -188,7 +188,7 @@ class Encoder:
                 after += 1  # a token across the end of a turn belongs to it
             stop = self._stop_rule.turn_end(tail, start, after, text, encoding)
             found.append(Turn(start, min(stop, length), turn.is_learned))
-        completion = rendered.record.completions[number]
+        completion = rendered.text_row.completions[number]
         if not isinstance(completion, str) and completion[-1]["role"] == ASSISTANT:
             found[-1] = found[-1]._replace(stop=length)
         if self._options.learn == "last":
@@ -258,7 +258,7 @@ class EncodingJob:
         self, encoder: Encoder, inputs: Sequence[InputFile], part: FilePart, counts: InputCounts
     ) -> Iterator[Rows]:
         """The usable rows of a slice, numbered from its first row; `counts` counts all rows."""
-        found = records_in(inputs[part.file], self.shape, self.files[part.file], part)
+        found = text_rows_in(inputs[part.file], self.shape, self.files[part.file], part)
         for batch in in_batches(found):
             with collector_paused():
                 encoded = [*encoder.encode(batch)]
@@ -272,21 +272,21 @@ class EncodingJob:
             yield rows
 
 
-def encode_prompt(record: Record, tokenizer: TextTokenizer) -> list[int]:
-    """The untruncated prompt of a record, as a model reads it before it answers."""
-    _, prompt, _ = _texts_of(tokenizer.fitted(record), tokenizer)
+def encode_prompt(text_row: TextRow, tokenizer: TextTokenizer) -> list[int]:
+    """The untruncated prompt of a row, as a model reads it before it answers."""
+    _, prompt, _ = _texts_of(tokenizer.fitted(text_row), tokenizer)
     encoding = tokenizer.backend.encode(prompt, add_special_tokens=False)
     return _begin(encoding.ids, tokenizer)
 
 
 def _texts_of(
-    record: Record, tokenizer: TextTokenizer
+    text_row: TextRow, tokenizer: TextTokenizer
 ) -> tuple[Conversation | None, str, Sequence[str]]:
     """The prompt and each full text; plain text is joined, a conversation is rendered."""
-    if isinstance(record.prompt, str):
-        prompt = record.prompt
-        return None, prompt, [prompt + str(completion) for completion in record.completions]
-    conversation = Conversation(record, tokenizer.require_template())
+    if isinstance(text_row.prompt, str):
+        prompt = text_row.prompt
+        return None, prompt, [prompt + str(completion) for completion in text_row.completions]
+    conversation = Conversation(text_row, tokenizer.require_template())
     return conversation, *conversation.texts()
 
 
@@ -326,22 +326,22 @@ def _texts_in(value: Any) -> Iterator[str]:
             yield from _texts_in(entry)
 
 
-def _has_reasoning(record: Record) -> bool:
-    texts = (text for text in (record.prompt, *record.completions) if not isinstance(text, str))
+def _has_reasoning(text_row: TextRow) -> bool:
+    texts = (text for text in (text_row.prompt, *text_row.completions) if not isinstance(text, str))
     return any(message.get("reasoning_content") for text in texts for message in text)
 
 
-def has_turns(record: Record) -> bool:
+def has_turns(text_row: TextRow) -> bool:
     """Whether a completion is more or other than one turn of the assistant."""
-    return any(_is_several(record, number) for number in range(len(record.completions)))
+    return any(_is_several(text_row, number) for number in range(len(text_row.completions)))
 
 
-def _is_several(record: Record, number: int) -> bool:
-    completion = record.completions[number]
+def _is_several(text_row: TextRow, number: int) -> bool:
+    completion = text_row.completions[number]
     if isinstance(completion, str):
         return False
     is_one = len(completion) == 1 and completion[0]["role"] == ASSISTANT
-    return not is_one or record.learned_of(number) is not None
+    return not is_one or text_row.learned_of(number) is not None
 
 
 def _turns_of(
@@ -352,12 +352,12 @@ def _turns_of(
     The template marks them with {% generation %}. Otherwise a turn's start and end are the lengths
     of the conversation up to there, rendered by itself.
     """
-    record, messages = conversation.record, conversation.wholes[number]
-    if not _is_several(record, number):
+    text_row, messages = conversation.text_row, conversation.wholes[number]
+    if not _is_several(text_row, number):
         return None
     text, spans = conversation.render(messages)
-    first = len(messages) - len(record.completions[number])
-    learned = record.learned_of(number) or (True,) * len(record.completions[number])
+    first = len(messages) - len(text_row.completions[number])
+    learned = text_row.learned_of(number) or (True,) * len(text_row.completions[number])
     turns = [index for index, each in enumerate(messages) if each["role"] == ASSISTANT]
     is_marked = len(spans) == len(turns)
     found = list[Turn]()

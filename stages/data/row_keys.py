@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from ...schemas.columns import Ragged, offsets_of, packed
 from ...schemas.row_table import Rows, bytes_of, digest_of, keys_of, sources
-from ...schemas.rows import CONTENT_JSON, Record, Text, prompt_digest
+from ...schemas.rows import CONTENT_JSON, Text, TextRow, prompt_digest
 
 
 @dataclass(frozen=True)
 class EncodedRow:
     """One row as token ids, truncated and with its special tokens."""
 
-    record: Record
+    text_row: TextRow
     prompt: list[int]
     prompt_cut: int
     completions: tuple[list[int], ...]
@@ -33,8 +33,8 @@ class EncodedRow:
 
 def key_rows(encoded: Sequence[EncodedRow], *, carried: Sequence[str]) -> Rows:
     """Encoded rows as a table, with the hashes of rows, prompts and completions."""
-    records = [row.record for row in encoded]
-    keys, split_keys = prompt_keys_of(records), split_keys_of([one.prompt for one in records])
+    text_rows = [row.text_row for row in encoded]
+    keys, split_keys = prompt_keys_of(text_rows), split_keys_of([one.prompt for one in text_rows])
     prompts, prompt_bytes = _flat([row.prompt for row in encoded])
     completions, contents = _flat([ids for row in encoded for ids in row.completions])
     offsets = offsets_of(np.array([len(row.completions) for row in encoded], np.int64))
@@ -46,8 +46,8 @@ def key_rows(encoded: Sequence[EncodedRow], *, carried: Sequence[str]) -> Rows:
         digest if mask is None else digest_of(bytes_of(content, mask))
         for digest, content, mask in zip(digests, contents, masks, strict=True)
     ]
-    roles = bytes([role for record in records for role in record.roles])
-    scores = array("d", [nan if s is None else s for record in records for s in record.scores])
+    roles = bytes([role for row in text_rows for role in row.roles])
+    scores = array("d", [nan if s is None else s for row in text_rows for s in row.scores])
     ends, score_bytes, key_bytes = offsets.tolist(), scores.tobytes(), keys.tobytes()
     ids = [
         row_digest(
@@ -55,19 +55,19 @@ def key_rows(encoded: Sequence[EncodedRow], *, carried: Sequence[str]) -> Rows:
             learned_digests[start:stop],
             roles=roles[start:stop],
             scores=score_bytes[8 * start : 8 * stop],
-            carried=array("d", record.carried.values()).tobytes(),
+            carried=array("d", row.carried.values()).tobytes(),
         ).hex()
-        for index, (record, (start, stop)) in enumerate(zip(records, pairwise(ends), strict=True))
+        for index, (row, (start, stop)) in enumerate(zip(text_rows, pairwise(ends), strict=True))
     ]
-    numbers = np.array([record.row for record in records], np.int64)
+    numbers = np.array([row.row for row in text_rows], np.int64)
     rows = {
         "row_id": ids,
-        "source": sources([record.file for record in records], numbers),
+        "source": sources([row.file for row in text_rows], numbers),
         "prompt_key": keys,
         "split_key": split_keys,
         "prompt_ids": prompts,
         "prompt_cut": np.array([row.prompt_cut for row in encoded], np.int32),
-        **{name: np.array([record.carried[name] for record in records]) for name in carried},
+        **{name: np.array([row.carried[name] for row in text_rows]) for name in carried},
     }
     is_several = np.array([mask is not None for mask in masks], np.bool_)
     columns = {
@@ -108,9 +108,9 @@ def row_digest(
     return digest_of(b"".join((head, prompt, *completion_digests, roles, scores, carried)))
 
 
-def prompt_keys_of(records: Sequence[Record]) -> NDArray[np.bytes_]:
-    """The digest of each record's prompt, S16."""
-    each = (prompt_digest(one.prompt, one.tools, one.template_options) for one in records)
+def prompt_keys_of(text_rows: Sequence[TextRow]) -> NDArray[np.bytes_]:
+    """The digest of each row's prompt, S16."""
+    each = (prompt_digest(one.prompt, one.tools, one.template_options) for one in text_rows)
     return np.frombuffer(b"".join(each), dtype="S16")
 
 

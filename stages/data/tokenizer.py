@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from ...schemas.cache import Stops
 from ...schemas.data_options import TokenOptions
 from ...schemas.errors import UsageError
-from ...schemas.rows import Record
+from ...schemas.rows import TextRow
 from ..model.library_errors import as_usage_error
 from ..model.model_folder import CONFIG
 from .cells import Wrapping
@@ -69,9 +69,9 @@ class TextTokenizer:
         written = chat.text + chat.probe((USER, SAID, USER))
         return Wrapping(True, tuple(token for token in self.control if token in written))
 
-    def fitted(self, record: Record) -> Record:
-        """The record with its tool calls in the form that the chat template writes."""
-        return self.chat.fit(record) if self.chat else record
+    def fitted(self, text_row: TextRow) -> TextRow:
+        """The row with its tool calls in the form that the chat template writes."""
+        return self.chat.fit(text_row) if self.chat else text_row
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens, with special tokens."""

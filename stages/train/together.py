@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,10 +15,9 @@ from ...schemas.methods import Mean
 
 if TYPE_CHECKING:
     from ...schemas.batches import MicroBatch, StepBatch
+    from ...schemas.checkpoint import RunStatus
     from ..engine.deepspeed_engine import DeepSpeedEngine
     from .step import Means
-
-Ending = Literal["finished", "signal", "time"]
 
 
 class StopConditions:
@@ -58,7 +57,7 @@ class Together:
         stop: StopConditions,
     ) -> None:
         self._engine, self._batches, self._meter, self._stop = engine, batches, meter, stop
-        self.ending: Ending | None = None  # the reason of an early end
+        self.ending: RunStatus | None = None  # the reason of an early end
         self.is_save_due = False  # before the last batch
 
     def __iter__(self) -> Iterator[StepBatch]:

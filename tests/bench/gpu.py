@@ -155,7 +155,7 @@ def stage_one(folder, shape):
     made(folder, shape)
     began = time.perf_counter()
     small = {} if on_gpu() else {"scoring.tokens_per_batch": 1024}
-    tally = sides.score(folder, folder / "cache", small, progress=batches)[0].tally
+    tally = sides.score(folder, folder / "cache", small, progress=batches)[0].counts
     seconds = batches.ends[-1][0] - batches.ends[0][0]
     rate = sum(tokens for _, tokens in batches.ends[1:]) / seconds
     whole = (tally.tokens - tally.padding) / tally.seconds

@@ -80,7 +80,7 @@ def score_with_align(folder, output):
     rows = sorted(
         (row["source"]["row"], row["ref_logp"]) for shard in shards for row in shard.to_pylist()
     )
-    return outcome.tally.seconds, peak, [value for _, pair in rows for value in pair]
+    return outcome.counts.seconds, peak, [value for _, pair in rows for value in pair]
 
 
 def score_with_trl(folder, output, batch_size):

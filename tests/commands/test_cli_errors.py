@@ -13,7 +13,7 @@ from align.pipeline.options.settings import load_settings
 from align.pipeline.tables.score_rewards import write_rewarded
 from align.schemas.config import ModelOptions, TrackingOptions
 from align.schemas.errors import UsageError
-from align.schemas.rows import Record, Role
+from align.schemas.rows import Role, TextRow
 from align.stages.storage.cache_work import CacheWork
 from align.stages.storage.output_folder import OutputFolder
 from align.stages.storage.run.run_folder import RunFolder
@@ -100,7 +100,7 @@ def test_score_replaces_what_it_wrote_and_nothing_of_a_persons_own(world, reward
     out.prepare()
     written, content = out.root / "rows.jsonl", []
     roles, scores = (Role.CHOSEN, Role.REJECTED), (1.0, 0.0)
-    rows = [(Record(0, n, f"Why {n}?", ("so", "no"), roles, scores), scores) for n in range(9)]
+    rows = [(TextRow(0, n, f"Why {n}?", ("so", "no"), roles, scores), scores) for n in range(9)]
     for count in (9, 4):
         assert write_rewarded(out, rows[:count]) == (count, 2 * count)
         content.append(written.read_bytes())

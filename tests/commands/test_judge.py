@@ -58,7 +58,7 @@ def test_a_rubric_asks_for_each_different_sample_once_also_in_a_store(samples, j
     for new in (5, 0):
         result, rows = judged(samples, stub, output=f"{bucket}/judged", by="rubric")
         assert column(rows, "score") == [7.0, 3.0, 9.0, 2.0, 2.0, 5.0]
-        assert (result.tally.new, len(stub.asked)) == (new, 5)  # "2" stands twice
+        assert (result.counts.new, len(stub.asked)) == (new, 5)  # "2" stands twice
     assert result.manifest.counts["judgments"] == 5
     assert result.manifest.counts["judge_completion_tokens"] == 10
 
@@ -75,7 +75,7 @@ def test_pairs_are_compared_in_both_orders_and_equal_texts_are_not(samples, judg
     counts = result.manifest.counts
     assert (counts["comparisons"], counts["comparisons_of_equal_texts"]) == (6, 1)
     with_the_first, rows = judged(samples, stub, by="pairwise", pairs="first")
-    assert with_the_first.tally.new == 0
+    assert with_the_first.counts.new == 0
     assert column(rows, "score") == [0.5, 0.0, 1.0, 0.25, 0.5, 1.0]
 
 
@@ -94,13 +94,13 @@ def test_no_judgment_is_bought_twice_also_after_damage_or_for_more_samples(
     first, rows = judged(samples, stub, by="pairwise")
     asked = len(stub.asked)
     again, _ = judged(samples, stub, by="pairwise")
-    assert (again.manifest, again.tally.new, again.tally.known) == (first.manifest, 0, asked)
+    assert (again.manifest, again.counts.new, again.counts.known) == (first.manifest, 0, asked)
     (tmp_path / "judged" / "judged.parquet").write_bytes(b"nothing")
     again, same = judged(samples, stub, by="pairwise")
     assert (again.manifest, same, len(stub.asked)) == (first.manifest, rows, asked)
     grown = {"Another?": ["2", "2", "5", "6"], "Name a number.": ["7", "3", "9"]}
     result, more = judged(sample_table(tmp_path / "grown", grown), stub, by="pairwise")
-    assert result.tally.new == len(stub.asked) - asked == 2 * 2  # 6 with 2 and with 5
+    assert result.counts.new == len(stub.asked) - asked == 2 * 2  # 6 with 2 and with 5
     assert column(more, "score")[-3:] == column(rows, "score")[:3]
 
 
@@ -115,8 +115,8 @@ def test_another_judge_is_asked_anew(here, samples, judged):
     ):
         stub = StubJudge(name=name)
         result, _ = judged(samples, stub, **{"by": "rubric", **change})
-        assert (result.tally.known, result.tally.new) == (0, len(stub.asked))
-        assert result.tally.new >= 5
+        assert (result.counts.known, result.counts.new) == (0, len(stub.asked))
+        assert result.counts.new >= 5
 
 
 def test_what_was_received_before_a_crash_is_not_asked_again(tmp_path, samples, judged):
@@ -124,7 +124,7 @@ def test_what_was_received_before_a_crash_is_not_asked_again(tmp_path, samples, 
     with pytest.raises(KeyboardInterrupt):
         judged(samples, dies, by="pairwise")
     result, rows = judged(samples, goes_on, by="pairwise")
-    assert (result.tally.known, result.tally.new) == (3, 5)
+    assert (result.counts.known, result.counts.new) == (3, 5)
     assert not {one.key for one in dies.asked} & {one.key for one in goes_on.asked}
     assert judged(samples, StubJudge(), by="pairwise", output=tmp_path / "other")[1] == rows
 
@@ -135,7 +135,7 @@ def test_an_answer_without_a_verdict_is_counted_and_never_guessed(samples, judge
     assert column(rows, "score") == [None, 3.0, 9.0, 2.0, 2.0, None]
     counts = result.manifest.counts
     assert (counts["refusals"], counts["judged"], counts["unjudged"]) == (2, 4, 2)
-    assert judged(samples, stub, by="rubric")[0].tally.new == 0  # a refusal was paid for too
+    assert judged(samples, stub, by="rubric")[0].counts.new == 0  # a refusal was paid for too
     # A refused comparison counts for nobody.
     result, rows = judged(samples, StubJudge(says={"]\n9\n[": "Both are good."}), by="pairwise")
     assert column(rows, "score")[:3] == [1.0, 0.0, None]
@@ -162,7 +162,7 @@ def test_parts_make_what_one_process_makes_and_share_what_the_judge_cannot_take(
     assert all(keys)
     assert not keys[0] & keys[1]
     willing, _ = judged(samples, StubJudge(), by=by)  # its context has grown
-    assert willing.tally.new == untaken
+    assert willing.counts.new == untaken
     assert willing.manifest.counts["questions_not_taken"] == 0
 
 

@@ -80,7 +80,7 @@ def test_faults_change_nothing_and_no_judgment_is_bought_twice(by_server, undist
     assert {*bad.injected} == {*faults}
     assert (rows, result.manifest.counts) == undisturbed
     assert [*bad.answered.values()] == [1] * QUESTIONS
-    assert (again.tally.new, again.tally.known) == (0, QUESTIONS)
+    assert (again.counts.new, again.counts.known) == (0, QUESTIONS)
 
 
 @pytest.mark.parametrize("command", ["sample", "judge", "calibrate"])
@@ -132,7 +132,7 @@ def test_a_server_that_dies_or_costs_too_much_is_one_error_and_the_same_command_
     with chat_server(said) as stub:
         result, rows = by_server(stub)
     assert 0 < bought.total() < QUESTIONS
-    assert (result.tally.known, result.tally.new) == (bought.total(), QUESTIONS - bought.total())
+    assert (result.counts.known, result.counts.new) == (bought.total(), QUESTIONS - bought.total())
     assert not bought & stub.asked
     assert rows == undisturbed[0]
 

@@ -93,7 +93,7 @@ def test_nothing_is_reused_across_what_is_learned(turns):
             each[:2] for each in completions_of(own)
         ]
         new = {completion for completion, *_ in completions_of(own)} - known
-        assert outcome.tally.scored == len(new)
+        assert outcome.counts.scored == len(new)
         assert bool(new) == (learn != "assistant")
 
 

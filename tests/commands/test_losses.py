@@ -82,7 +82,7 @@ def test_more_losses_than_allowed_publish_nothing_until_they_are_allowed(config,
         run(config, reference)
     assert not folder.manifest_file.exists()
     outcome = run(allowing(config, 0.9), reference)
-    assert outcome.tally.shards == 0  # what was scored is kept
+    assert outcome.counts.shards == 0  # what was scored is kept
     assert folder.manifest_file.exists()
 
 

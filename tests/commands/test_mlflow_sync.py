@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from align.schemas.checkpoint import Ending, RunIdentity
+from align.schemas.checkpoint import RunEnding, RunIdentity
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import LockedError, StorageError, UsageError
 from align.stages.storage.disk.locks import owner_lock
@@ -28,7 +28,7 @@ from support.tracked_training import (
 
 pytestmark = pytest.mark.usefixtures("no_mlflow_settings")
 
-FINISHED = Ending("finished", STEPS, STEPS, RunIdentity("cafe", 1, 0, {}, {}), ())
+FINISHED = RunEnding("finished", STEPS, STEPS, RunIdentity("cafe", 1, 0, {}, {}), ())
 
 
 UPLOADER, SENDER = (f"{tracking.__name__}.{one}." for one in ("Uploader", "Sender"))

@@ -19,8 +19,8 @@ from align.schemas.errors import BadDataError, Interrupted
 from align.schemas.row_table import Rows
 from align.stages.data import files as data_files
 from align.stages.data.encode import Encoder, InputCounts
-from align.stages.data.records import records_in
 from align.stages.data.row_keys import key_rows
+from align.stages.data.text_rows import text_rows_in
 from align.stages.pairing import partition
 from align.stages.pairing.long_form import merge_same_prompts
 from align.stages.storage.cache_work import printable
@@ -117,7 +117,7 @@ def prepared_at_once(job):
     config, intake, parts = job.config, InputCounts(), []
     encoder = Encoder(job.tokenizer, config.tokens)
     for number, file in enumerate(job.inputs):
-        found = encoder.encode(records_in(file, job.shape, job.files[number]))
+        found = encoder.encode(text_rows_in(file, job.shape, job.files[number]))
         rows, rejected = parted(found)
         parts.append(key_rows(rows, carried=job.shape.carried))
         intake.rows_per_file[number] += len(rows) + len(rejected)

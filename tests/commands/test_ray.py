@@ -62,7 +62,9 @@ def test_a_stopped_run_leaves_the_cluster_as_it_was(on_ray, clean, cluster, tmp_
     assert stopped.exitcode == 128 + number
     assert "completions" in (tmp_path / "said").read_text()
     wait_until(lambda: not cluster.actors())
-    assert run(replace(on_ray, scoring=replace(on_ray.scoring, executor="inline"))).tally.shards < 6
+    assert (
+        run(replace(on_ray, scoring=replace(on_ray.scoring, executor="inline"))).counts.shards < 6
+    )
     assert contents(on_ray.cache.output) == clean
 
 

@@ -14,7 +14,7 @@ from align.pipeline.precompute.opening import register_cache, require_same
 from align.schemas.config import ModelOptions
 from align.schemas.data_options import DataOptions
 from align.schemas.errors import FingerprintError, UsageError
-from align.schemas.rows import Record, Role
+from align.schemas.rows import Role, TextRow
 from align.stages.data.row_keys import prompt_keys_of
 from align.stages.storage.cache import Cache
 from align.stages.storage.cache_work import CacheWork, unfinished_work
@@ -46,11 +46,11 @@ def values(folder):
 
 def test_of_a_named_cache_what_is_the_same_is_reused_and_nothing_else(to, tmp_path):
     first = run(to())
-    alone = first.tally.reused  # a completion may be copied from its like in the same shard
+    alone = first.counts.reused  # a completion may be copied from its like in the same shard
 
     def beside(name, reference=None, **cache):
         output = str(tmp_path / name)
-        return run(to(output=output, reuse=[to().cache.output], **cache), reference).tally
+        return run(to(output=output, reuse=[to().cache.output], **cache), reference).counts
 
     assert beside("same").scored == 0
     assert contents(to().cache.output) == contents(tmp_path / "same")
@@ -58,13 +58,13 @@ def test_of_a_named_cache_what_is_the_same_is_reused_and_nothing_else(to, tmp_pa
         replace(to(), train=replace(to().train, lr=1e-3), method={"name": "kto"})
     ).was_complete
     known = replace(to().cache, output=str(tmp_path / "far" / "b"), reuse_known=True)
-    assert run(replace(to(), cache=known)).tally.scored == 0
+    assert run(replace(to(), cache=known)).counts.scored == 0
     assert beside("other", StubReference("other")).reused == alone
     assert beside("pairs", kl_pairs=0).scored == 0
     assert beside("shards", shards=3).reused > first.manifest.branches // 2  # and most partners
     run(to(output=str(tmp_path / "sums"), token_logps=False))
     wanted = to(output=str(tmp_path / "tokens"), reuse=[str(tmp_path / "sums")])
-    assert run(wanted).tally.reused == alone  # sums alone, where tokens are wanted
+    assert run(wanted).counts.reused == alone  # sums alone, where tokens are wanted
     with refuses(UsageError, tmp_path / "none"):
         run(to(output=str(tmp_path / "c"), reuse=[str(tmp_path / "none")]))
 
@@ -108,10 +108,10 @@ def test_of_changed_data_only_what_is_new_is_scored(config, tmp_path, kl_pairs):
     for name, (pairs, count) in NEXT.items():
         second = made(name, pairs, earlier)
         found = values(second.folder)
-        assert second.tally.scored == len(found.keys() - known.keys()), name
-        assert second.tally.scored + second.tally.reused == second.manifest.branches, name
+        assert second.counts.scored == len(found.keys() - known.keys()), name
+        assert second.counts.scored + second.counts.reused == second.manifest.branches, name
         if not kl_pairs:  # else partners come on top
-            assert second.tally.scored == count, name
+            assert second.counts.scored == count, name
         assert {of: found[of] for of in found.keys() & known.keys()}.items() <= known.items()
 
 
@@ -152,7 +152,7 @@ def test_names_of_files_and_their_order_make_no_other_cache(config, data_rows, t
 
 def key_of(row):
     """The key of a prompt of plain text."""
-    record = Record(0, 0, row["prompt"], ("",), (Role.CHOSEN,), (None,))
+    record = TextRow(0, 0, row["prompt"], ("",), (Role.CHOSEN,), (None,))
     return prompt_keys_of([record]).tobytes()
 
 
@@ -232,7 +232,7 @@ def test_an_unfinished_cache_that_is_named_is_reused(config, data_rows, tmp_path
     beside = replace(few.cache, output=str(tmp_path / "grown"))
     alone = run(replace(few, cache=replace(beside, output=str(tmp_path / "alone"))))
     second = run(replace(few, cache=replace(beside, reuse=[output])))
-    assert second.tally.reused > alone.tally.reused
+    assert second.counts.reused > alone.counts.reused
     assert values(tmp_path / "grown") == values(tmp_path / "alone")
 
 
@@ -244,7 +244,7 @@ def test_rows_that_are_missing_are_prepared_again_and_no_score_is_lost(config, c
     every = ("*.json", "*.arrow")
     for gone in (*((kind,) for kind in every), every):
         lose(shutil.copytree(killed, output), gone)
-        assert run(config).tally.shards == len(shards) - 4
+        assert run(config).counts.shards == len(shards) - 4
         assert contents(output) == clean, gone
         shutil.rmtree(output)
 
@@ -280,8 +280,8 @@ def test_a_damaged_shard_is_scored_anew(to, tmp_path, warnings, damage, shards, 
     damage(shard)
     reused = to(output=str(tmp_path / "b"), reuse=[to().cache.output], token_logps=token_logps)
     outcome = run(reused)
-    assert outcome.tally.scored
-    assert outcome.tally.reused
+    assert outcome.counts.scored
+    assert outcome.counts.reused
     assert [shard.name in line for line in warnings()] == [True]
     run(to(output=str(tmp_path / "c"), token_logps=token_logps))
     assert scores(tmp_path / "b") == scores(tmp_path / "c")
@@ -310,7 +310,7 @@ def test_caches_that_cannot_be_read_are_passed_over_and_named(to, tmp_path, warn
         register_cache(CacheWork(Path(output), "0" * 64))
         DAMAGE[Path(output).name](Path(output) / "manifest.json")
     again = to(reuse=outputs if is_named else [], reuse_known=not is_named)
-    reused = run(again).tally.reused
+    reused = run(again).counts.reused
     # Completions that are copied from their like in the same shard are no reuse of another cache.
-    assert reused == run(to(output=str(tmp_path / "alone"))).tally.reused
+    assert reused == run(to(output=str(tmp_path / "alone"))).counts.reused
     assert [output in line for output, line in zip(outputs, warnings(), strict=True)] == [True] * 2

@@ -92,7 +92,7 @@ def judged(folder, samples, model):
         rewards=RewardOptions(model=str(model)),
         tracking=TrackingOptions(mlflow=False),
     )
-    tally = judge(config, samples, progress=Progress()).tally
+    tally = judge(config, samples, progress=Progress()).counts
     rows = read_table(TableFolder.at(str(folder), "judged"))[1].rows(named=True)
     return (tally.new, tally.known), rows
 

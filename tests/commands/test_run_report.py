@@ -13,7 +13,7 @@ import pytest
 from align.pipeline.train.run_diff import diff_runs, ranking
 from align.pipeline.train.run_history import read_history
 from align.pipeline.train.run_report import outcome, write_report
-from align.schemas.checkpoint import Ending, RunIdentity
+from align.schemas.checkpoint import RunEnding, RunIdentity
 from align.schemas.errors import UsageError
 from align.stages.report import eval_table
 from align.stages.report.eval_table import COLUMNS, NAMES, REWARD
@@ -110,7 +110,7 @@ def test_the_head_tells_a_run_from_others(whole_run, course, tmp_path):
 
 def test_a_run_that_is_not_finished_says_why_its_last_good_step_and_what_to_do(tmp_path):
     folder = write_long_run(tmp_path / "run", steps=60, evaluated=2)
-    known = Ending("failed", 60, 100, RunIdentity("", 1, 0, {}, {}), (), "lower <b>train.lr</b>")
+    known = RunEnding("failed", 60, 100, RunIdentity("", 1, 0, {}, {}), (), "lower <b>train.lr</b>")
 
     def said():
         write_report(folder.root)

@@ -49,7 +49,7 @@ def test_every_prompt_gets_its_samples_and_the_manifest_counts_what_the_table_ho
 ):
     made = run_sampling(config, counting)
     found, counts = table(), made.manifest.counts
-    assert (made.tally.new, made.tally.known, made.manifest.rows) == (48, 0, 48)
+    assert (made.counts.new, made.counts.known, made.manifest.rows) == (48, 0, 48)
     assert made.manifest.sampling == Drawing(temperature=1.0, top_p=1.0, top_k=0)
     assert found["prompt"].to_list() == [text for text in TEXTS for _ in range(4)]
     assert found["number"].to_list() == [0, 1, 2, 3] * 12
@@ -61,7 +61,7 @@ def test_every_prompt_gets_its_samples_and_the_manifest_counts_what_the_table_ho
     assert counts["prompt_tokens"] == 12 * 7
     before = counting.lines()
     again = run_sampling(config, counting)  # draws nothing and opens no model
-    assert (again.tally.new, again.tally.known, again.manifest) == (0, 48, made.manifest)
+    assert (again.counts.new, again.counts.known, again.manifest) == (0, 48, made.manifest)
     assert counting.lines() == before
 
 
@@ -71,11 +71,11 @@ def test_more_samples_or_prompts_in_another_order_draw_only_what_is_missing(
     run_sampling(config_of(prompts_file, tmp_path / "out", n=8), counting)
     before = table()
     more = run_sampling(config_of(prompts_file, tmp_path / "out", n=12), counting)
-    assert (more.tally.new, more.tally.known) == (4 * 12, 8 * 12)
+    assert (more.counts.new, more.counts.known) == (4 * 12, 8 * 12)
     assert len(set(counting.drawn())) == len(counting.drawn()) == 12 * 12
     assert table().filter(pl.col("number") < 8).equals(before)
     turned = write_prompts(tmp_path / "turned.jsonl", TEXTS[::-1])
-    assert run_sampling(config_of(turned, tmp_path / "out", n=12), counting).tally.new == 0
+    assert run_sampling(config_of(turned, tmp_path / "out", n=12), counting).counts.new == 0
     assert table()["prompt"].to_list()[::12] == TEXTS[::-1]
 
 
@@ -85,14 +85,14 @@ def test_other_settings_or_another_model_are_other_samples(
     run_sampling(config, counting)
     for change in ({"temperature": 0.5}, {"seed": 1}, {"max_new_tokens": 9}):
         changed = config_of(prompts_file, tmp_path / "out", **change)
-        assert run_sampling(changed, counting).tally.new == 48, change
+        assert run_sampling(changed, counting).counts.new == 48, change
     other = CountingSampler(tmp_path / "other-log", name="other")
-    assert run_sampling(config, other).tally.new == 48
+    assert run_sampling(config, other).counts.new == 48
     first = run_sampling(config, counting)
-    assert first.tally.new == 0
+    assert first.counts.new == 0
     shared = {"answers": str(tmp_path / "out" / "_align" / "answers")}
     second = run_sampling(config_of(prompts_file, tmp_path / "two", **shared), counting)
-    assert (second.tally.new, second.tally.known, second.manifest.root) == (
+    assert (second.counts.new, second.counts.known, second.manifest.root) == (
         0,
         48,
         first.manifest.root,
@@ -109,7 +109,7 @@ def test_rows_that_repeat_a_prompt_or_cannot_be_used_are_counted_and_too_many_re
     assert not counting.lines()
     allowed = replace(config, data=replace(config.data, max_bad_frac=0.5))
     made = run_sampling(allowed, counting)
-    assert made.tally.new == 8
+    assert made.counts.new == 8
     counts = made.manifest.counts
     assert (counts["rows_that_repeat_a_prompt"], counts["rows_that_cannot_be_used"]) == (1, 2)
 
@@ -124,18 +124,18 @@ def test_parts_make_the_table_of_the_whole_and_tell_each_other_what_the_model_re
     parts = CountingSampler(tmp_path / "parts-log", refuses="question 1")
     made = [run_sampling(config, parts, part=Part(number, 3)) for number in (3, 1, 2)]
     assert [one.manifest for one in made] == [None, None, whole.manifest]
-    assert all(one.tally.new for one in made)
-    assert all(len(one.tally.refused) < 3 for one in made), "one part alone met them"
+    assert all(one.counts.new for one in made)
+    assert all(len(one.counts.refused) < 3 for one in made), "one part alone met them"
     assert len(set(parts.drawn())) == len(parts.drawn()) == 9 * 4
     # The command without parts does what a part that did not end has left.
     alone = config_of(prompts_file, tmp_path / "alone")
     part = run_sampling(alone, counting, part=Part(1, 2))
     rest = run_sampling(alone, counting)
-    assert (rest.tally.new, rest.tally.known) == (36 - part.tally.new, part.tally.new)
+    assert (rest.counts.new, rest.counts.known) == (36 - part.counts.new, part.counts.new)
     assert rest.manifest == whole.manifest
     willing = CountingSampler(tmp_path / "willing-log")
     again = run_sampling(config, willing)  # what was refused is asked again
-    assert (again.tally.new, again.manifest.counts["prompts_refused"]) == (3 * 4, 0)
+    assert (again.counts.new, again.manifest.counts["prompts_refused"]) == (3 * 4, 0)
 
 
 def test_what_cannot_be_sampled_is_refused(tmp_path, config, counting, journey):

@@ -12,7 +12,7 @@ from align.schemas.data_options import DataOptions
 from align.schemas.samples import Drawing, Prompt
 from align.stages.data.columns import common_shape
 from align.stages.data.files import open_inputs
-from align.stages.data.records import read_records
+from align.stages.data.text_rows import read_text_rows
 from align.stages.storage.disk.fs import sha256_of
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.tables import TableFolder, read_table
@@ -73,7 +73,7 @@ def records_of(path):
     """What stage 1 reads of a file or folder."""
     inputs = open_inputs([str(path)])
     shape = common_shape(inputs, {})
-    records, rejected = parted(read_records(inputs, shape))
+    records, rejected = parted(read_text_rows(inputs, shape))
     assert not rejected
     return shape.name, records
 

@@ -59,8 +59,8 @@ def test_parts_one_after_the_other_in_any_order_end_in_the_same_bytes(config, cl
     """The number of parts may change; a call without one does what parts that never came left."""
     own = (parts(4)[1], parts(3)[2], None)
     done = [run(config, part=part) for part in own]
-    assert done[0].tally.shards == 2
-    assert sum(one.tally.shards for one in done) == 8
+    assert done[0].counts.shards == 2
+    assert sum(one.counts.shards for one in done) == 8
     assert [one.manifest is not None for one in done[:2]] == [False, False]
     assert contents(config.cache.output) == clean
 

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from align.stages.data.columns import common_shape
 from align.stages.data.files import open_inputs, slices_of
-from align.stages.data.records import records_in
+from align.stages.data.text_rows import text_rows_in
 from support.read_rows import parted
 
 
@@ -64,5 +64,5 @@ def read_in_slices(path):
     found, inputs = [], open_inputs([str(path)])
     shape = common_shape(inputs, {})
     for (part,) in slices_of(inputs, shape.columns):
-        found += records_in(inputs[part.file], shape, part.file, part)
+        found += text_rows_in(inputs[part.file], shape, part.file, part)
     return parted(found)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from align.schemas.rows import Record, Role
+from align.schemas.rows import Role, TextRow
 from align.stages.data.row_keys import EncodedRow, key_rows
 from align.stages.pairing.partition import ShardReader, SliceFile, write_slice
 from align.stages.pairing.shard_rows import build_shard
@@ -31,7 +31,7 @@ class Plain(NamedTuple):
 def encoded(prompt, *completions, row=0, file=0, roles=None, scores=None, cut=None, **more):
     """An encoded row; of its texts only that of the prompt matters any more."""
     roles = roles or (Role.CHOSEN, Role.REJECTED, *(Role.CANDIDATE,) * 9)[: len(completions)]
-    record = Record(
+    record = TextRow(
         file=file,
         row=row,
         prompt=more.get("text", repr(list(prompt))),

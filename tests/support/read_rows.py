@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from align.schemas.data_options import TokenOptions
-from align.schemas.rows import Record, Rejected, Role
+from align.schemas.rows import Rejected, Role, TextRow
 from align.stages.data.cells import UNWRAPPED
 from align.stages.data.columns import common_shape, detect_shape
 from align.stages.data.encode import Encoder
 from align.stages.data.files import InputFile, open_inputs
-from align.stages.data.records import read_records
+from align.stages.data.text_rows import read_text_rows
 from align.stages.data.tokenizer import load_tokenizer
 
 
@@ -67,7 +67,7 @@ def parted(found):
 def read_file(path):
     """The records and the rejected rows of a file."""
     inputs = open_inputs([str(path)])
-    return parted(read_records(inputs, replace(common_shape(inputs, {}), wrap=UNWRAPPED)))
+    return parted(read_text_rows(inputs, replace(common_shape(inputs, {}), wrap=UNWRAPPED)))
 
 
 def read_lines(*rows, columns=None, **options):
@@ -77,7 +77,7 @@ def read_lines(*rows, columns=None, **options):
         path = Path(folder) / "a.jsonl"
         path.write_bytes(b"\n".join(texts))
         file = InputFile(path, ".jsonl", 1)
-        return parted(read_records([file], shape_of(columns or rows[0], **options)))
+        return parted(read_text_rows([file], shape_of(columns or rows[0], **options)))
 
 
 def record_of(row, **options):
@@ -100,7 +100,7 @@ USER = user("hi")
 def conversation(*completions, prompt=(USER,), **more):
     """A record of candidates without scores."""
     count = len(completions)
-    return Record(0, 0, prompt, completions, (Role.CANDIDATE,) * count, (None,) * count, **more)
+    return TextRow(0, 0, prompt, completions, (Role.CANDIDATE,) * count, (None,) * count, **more)
 
 
 def encode(folder, *records, **options):

@@ -43,7 +43,7 @@ def stored(model, data, folder, *, budget=16_384, **model_options):
     rows = pq.read_table(files).to_pylist()
     assert len(rows) == outcome.manifest.rows == pq.read_metadata(data).num_rows
     assert outcome.manifest.reasons == {}
-    return rows, outcome.tally
+    return rows, outcome.counts
 
 
 @torch.inference_mode()

@@ -28,7 +28,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from ....schemas.checkpoint import Ending
+from ....schemas.checkpoint import RunEnding
 from ....schemas.errors import StorageError, UsageError
 from ..disk import fs
 from ..locations import is_remote
@@ -39,7 +39,7 @@ RECORD_NAME = "align_checkpoint.json"
 STEP_NAME = re.compile(r"step-([0-9]{8,})")
 EVALUATION_NAME = re.compile(r"step-([0-9]{8,})\.csv")
 ENDINGS = Records(
-    Ending,
+    RunEnding,
     remedy="Remove it: the run then counts as killed, and --resume auto continues it.",
 )
 LEFT_OVER = re.compile(r"\.tmp-.+|\.trash-.+|\..+\.tmp")
@@ -188,7 +188,7 @@ def trash_name(path: Path) -> Path:
     return path.with_name(f".trash-{path.name.lstrip('.')}-{secrets.token_hex(4)}")
 
 
-def read_ending(folder: RunFolder) -> Ending | None:
+def read_ending(folder: RunFolder) -> RunEnding | None:
     """The status at the end of the run; None if it still runs or was killed."""
     return ENDINGS.find(folder.ending)
 

@@ -8,7 +8,7 @@ import pytest
 from align.schemas.cache import Stops
 from align.schemas.data_options import TokenOptions
 from align.schemas.errors import UsageError
-from align.schemas.rows import Record, Role
+from align.schemas.rows import Role, TextRow
 from align.stages.data.tokenizer import decoder, load_tokenizer, tokenizer_fingerprint
 from align.stages.demo.tiny_tokenizer import make_tokenizer
 from support.byte_tokenizers import CHATML, CHATML_SPECIALS, FAMILIES, byte_tokenizer
@@ -38,7 +38,7 @@ def saved_tokenizer(tmp_path_factory):
 
 
 def text(prompt="hello world,", chosen=" how are you", rejected=" no-one knows"):
-    return Record(
+    return TextRow(
         0, 0, prompt, (chosen, rejected), (Role.CHOSEN, Role.REJECTED), scores=(None, None)
     )
 

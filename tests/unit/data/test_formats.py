@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from align.schemas.rows import REASONS, Role
 from align.stages.data.files import InputFile, open_inputs, rows_of
-from align.stages.data.records import records_in
+from align.stages.data.text_rows import text_rows_in
 from support.read_rows import bot, parted, read_file, shape_of, user
 
 
@@ -179,7 +179,7 @@ def test_any_row_is_a_record_or_rejected_with_a_reason(tmp_path, columns, is_jso
         content = "\n".join(lines).encode()
     path.write_bytes(content)
     file = InputFile(path, path.suffix, 1)
-    records, rejected = parted(records_in(file, shape_of(columns), 0))
+    records, rejected = parted(text_rows_in(file, shape_of(columns), 0))
     good, bad = [record.row for record in records], [bad.row for bad in rejected]
     assert sorted(good + bad) == list(range(len(rows) + is_json))
     assert (good, bad) == (sorted(good), sorted(bad))

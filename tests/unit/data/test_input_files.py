@@ -23,7 +23,7 @@ from align.stages.data.files import (
     slices_of,
 )
 from align.stages.data.readers import FilePart
-from align.stages.data.records import read_records, records_in
+from align.stages.data.text_rows import read_text_rows, text_rows_in
 from support.data_files import array, arrow, gzipped, lines, parquet, separated, zstd
 from support.patience import PATIENCE
 from support.read_rows import parted, write_rows
@@ -83,7 +83,7 @@ FILES = (
 def read_all(*paths):
     """The records of files."""
     inputs = open_inputs(list(map(str, paths)))
-    records, rejected = parted(read_records(inputs, common_shape(inputs, {})))
+    records, rejected = parted(read_text_rows(inputs, common_shape(inputs, {})))
     assert not rejected
     return records
 
@@ -103,7 +103,7 @@ def test_lines_that_begin_with_an_array_named_data_are_lines(tmp_path):
     rows = [{"data": [{"role": "user", "content": "Hi?"}], "chosen": "a", "rejected": "b"}] * 2
     inputs = open_inputs([write_rows(tmp_path / "a.jsonl", rows)])
     shape = common_shape(inputs, {"prompt": "data"})
-    assert [one.prompt for one in read_records(inputs, shape)] == [tuple(rows[0]["data"])] * 2
+    assert [one.prompt for one in read_text_rows(inputs, shape)] == [tuple(rows[0]["data"])] * 2
 
 
 @pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"])
@@ -131,7 +131,7 @@ def test_slices_hold_every_row_once_in_order(tmp_path, monkeypatch, name):
     for most in (60, 400):
         monkeypatch.setattr(files, "LEAST_SLICE", most)
         slices = slices_of(inputs, shape.columns)
-        found = [[*records_in(inputs[0], shape, 0, part)] for (part,) in slices]
+        found = [[*text_rows_in(inputs[0], shape, 0, part)] for (part,) in slices]
         assert [one.prompt for each in found for one in each] == [row["prompt"] for row in rows]
         assert all([one.row for one in each] == list(range(len(each))) for each in found)
         assert (len(slices) > 3) == (name in CUTTABLE)
@@ -165,10 +165,10 @@ MEGABYTES = 80
 SCAN = """
 import sys
 from pathlib import Path
-from align.schemas.rows import Record
+from align.schemas.rows import TextRow
 from align.stages.data.columns import common_shape
 from align.stages.data.files import open_inputs
-from align.stages.data.records import in_batches, read_records
+from align.stages.data.text_rows import in_batches, read_text_rows
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -178,8 +178,8 @@ for path in sys.argv[1:]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before, rows, inputs = peak(), 0, open_inputs([path])
     shape = common_shape(inputs, {})
-    for batch in in_batches(read_records(inputs, shape)):
-        rows += sum(isinstance(one, Record) for one in batch)
+    for batch in in_batches(read_text_rows(inputs, shape)):
+        rows += sum(isinstance(one, TextRow) for one in batch)
     print(rows, (peak() - before) // 1024)
 """
 

@@ -6,7 +6,7 @@ from align.schemas.errors import UsageError
 from align.stages.data.cells import UNWRAPPED, Wrapping
 from align.stages.data.columns import common_shape, not_read
 from align.stages.data.files import open_inputs
-from align.stages.data.records import read_prompts
+from align.stages.data.text_rows import read_prompts
 from support.read_rows import bot, user, write_rows
 
 ENDINGS = ("parquet", "arrow", "jsonl", "json", "csv")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from align.schemas.rows import Record, Role, allowed_gaps
+from align.schemas.rows import Role, TextRow, allowed_gaps
 from align.schemas.samples import Prompt
 from align.stages.data.row_keys import key_rows, prompt_keys_of, split_keys_of
 from support.encoded_rows import encoded, plain, record_lists
@@ -22,12 +22,12 @@ ROW = encoded(
 
 
 def only(record):
-    (row,) = plain(key_rows([record], carried=tuple(record.record.carried)))
+    (row,) = plain(key_rows([record], carried=tuple(record.text_row.carried)))
     return row
 
 
 def with_record(**changes):
-    return replace(ROW, record=replace(ROW.record, **changes))
+    return replace(ROW, text_row=replace(ROW.text_row, **changes))
 
 
 CHANGES = {
@@ -68,11 +68,11 @@ def test_ids_and_keys_are_equal_exactly_where_contents_are(records):
     }
     assert len(texts) == len({text for text, _ in texts}) == len({key for _, key in texts})
     for row, source in zip(rows, records, strict=True):  # what the records held
-        assert row.source == (source.record.file, source.record.row)
+        assert row.source == (source.text_row.file, source.text_row.row)
         assert row.prompt == tuple(source.prompt)
-        assert row.carried == (source.record.carried["weight"],)
+        assert row.carried == (source.text_row.carried["weight"],)
         completions = zip(
-            source.completions, source.record.roles, source.record.scores, strict=True
+            source.completions, source.text_row.roles, source.text_row.scores, strict=True
         )
         assert row.completions == tuple(
             (tuple(ids), int(r), s, len(ids)) for ids, r, s in completions
@@ -91,7 +91,7 @@ ASKED = {"role": "user", "content": "What is the capital of France?"}
 TOLD = {"role": "assistant", "content": "Paris."}
 AGAIN = {"role": "user", "content": "And of Spain?"}
 TOOL = {"type": "function", "function": {"name": "look_up"}}
-CHAT = Record(0, 0, (SYSTEM, ASKED, TOLD, AGAIN), ("x",), (Role.CANDIDATE,), (None,))
+CHAT = TextRow(0, 0, (SYSTEM, ASKED, TOLD, AGAIN), ("x",), (Role.CANDIDATE,), (None,))
 TEXT = replace(CHAT, prompt="Q: What is the capital of France?\nA:")
 
 

@@ -12,8 +12,8 @@ from align.schemas.rows import Role
 from align.stages.data.cells import UNWRAPPED, Wrapping
 from align.stages.data.columns import common_shape, require_scores
 from align.stages.data.files import open_inputs
-from align.stages.data.records import read_prompts, read_records
 from align.stages.data.shapes import SHAPES
+from align.stages.data.text_rows import read_prompts, read_text_rows
 from support.read_rows import bot, parted, user, write_rows
 
 ASKED, GOOD, BAD = "Which is larger, 7 or 9?", "9 is larger.", "I do not know, ask someone else."
@@ -578,7 +578,7 @@ def read(path, case, columns):
     shape = common_shape(inputs, columns)
     require_scores(inputs, shape)
     wrap = case.wrap if columns is case.mapped else UNWRAPPED
-    records, rejected = parted(read_records(inputs, replace(shape, wrap=wrap)))
+    records, rejected = parted(read_text_rows(inputs, replace(shape, wrap=wrap)))
     for bad in rejected:
         if bad.reason != "tie":
             raise UsageError(bad.detail)

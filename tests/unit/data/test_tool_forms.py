@@ -71,7 +71,7 @@ def test_one_conversation_is_one_prompt_in_either_form(folders):
     prompts = [(USER, *call(given), FOUND) for given in (ARGUMENTS, AS_JSON)]
     both = [conversation(RAIN, prompt=prompt) for prompt in prompts]
     rows = [encode_one(folders["HERMES"], record)[0] for record in both]
-    first, second = prompt_keys_of([row.record for row in rows])
+    first, second = prompt_keys_of([row.text_row for row in rows])
     assert first == second
     tokenizer = load_tokenizer(folders["HERMES"], TokenOptions())
     assert [encode_prompt(record, tokenizer) for record in both] == [row.prompt for row in rows]

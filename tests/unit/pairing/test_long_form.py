@@ -52,8 +52,8 @@ def test_rows_of_one_prompt_become_one_in_any_order(new_folder, records, shuffle
     rows, notes = shards.all_rows(), shards.notes
     by_hand, weights = defaultdict(Counter), defaultdict(set)
     for each in records:
-        weights[tuple(each.prompt)].add(each.record.carried["weight"])
-        by_hand[tuple(each.prompt)][tuple(each.completions[0]), each.record.scores[0]] += 1
+        weights[tuple(each.prompt)].add(each.text_row.carried["weight"])
+        by_hand[tuple(each.prompt)][tuple(each.completions[0]), each.text_row.scores[0]] += 1
     found = {
         row.prompt: Counter((ids, score) for ids, _, score, _ in row.completions) for row in rows
     }
@@ -93,8 +93,8 @@ def joined(*rows, side="left", limit=None):
     for place, (prompt, completion) in enumerate(rows):
         kept, cut = cut_prompt(prompt, side, limit)
         row = long_row(kept, completion, 0.5, row=place)
-        record = replace(row.record, prompt="the same text", carried={})
-        records.append(replace(row, record=record, prompt_cut=cut))
+        record = replace(row.text_row, prompt="the same text", carried={})
+        records.append(replace(row, text_row=record, prompt_cut=cut))
     notes = Counter()
     keyed = key_rows(records, **PLAIN).in_key_order()
     merged = merge_same_prompts(keyed, notes, prompt_side=side)
@@ -152,7 +152,7 @@ def test_moved_prompt_tokens_count_as_the_first_token():
         replace(
             long_row(prompt, completion, 0.5, row=place),
             learned=(np.array(turns, np.int16),),
-            record=replace(long_row(prompt, completion, 0.5).record, prompt="text", carried={}),
+            text_row=replace(long_row(prompt, completion, 0.5).text_row, prompt="text", carried={}),
         )
         for place, (prompt, completion, turns) in enumerate(rows)
     ]

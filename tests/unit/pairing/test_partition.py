@@ -51,7 +51,7 @@ def test_order_chunks_slices_and_ranges_leave_no_trace(new_folder, records, shuf
         assert [completion[0] for completion in row.completions] == [
             tuple(ids) for ids in source.completions
         ]
-        assert row.carried == (source.record.carried["weight"],)
+        assert row.carried == (source.text_row.carried["weight"],)
     shuffled = records[:]
     shuffler.shuffle(shuffled)
     wide = data.draw(st.integers(1, 4))

@@ -7,7 +7,7 @@ import pytest
 
 from align.schemas.samples import Prompt, Sample
 from align.stages.data.files import open_inputs
-from align.stages.data.records import read_prompts
+from align.stages.data.text_rows import read_prompts
 from align.stages.sample.sample_table import sample_table, unique_prompts
 
 TURN = {"role": "user", "content": "hi"}

@@ -1,4 +1,4 @@
-"""Rows to checked records, or to rejected rows with a reason; prompts to sample from."""
+"""Checks rows of data files: text rows, rejected rows with a reason, prompts to sample from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from ...schemas.rows import BadRow, Record, Rejected, Text
+from ...schemas.rows import BadRow, Rejected, Text, TextRow
 from ...schemas.samples import SAMPLE_COLUMNS, Prompt
 from .cells import (
     UNWRAPPED,
@@ -26,29 +26,29 @@ from .row_parts import Cells
 from .shapes import OPTIONAL, DataShape, Shape, read_prompt_alone, read_row
 
 
-def read_records(inputs: Sequence[InputFile], shape: Shape) -> Iterator[Record | Rejected]:
-    """Every row of the files in order, as a record or rejected; `file` is a file's index."""
+def read_text_rows(inputs: Sequence[InputFile], shape: Shape) -> Iterator[TextRow | Rejected]:
+    """Every row of the files in order, checked or rejected; `file` is a file's index."""
     for number, file in enumerate(inputs):
-        yield from records_in(file, shape, number)
+        yield from text_rows_in(file, shape, number)
 
 
-def records_in(
+def text_rows_in(
     file: InputFile, shape: Shape, identity: int, part: FilePart = WHOLE_FILE
-) -> Iterator[Record | Rejected]:
+) -> Iterator[TextRow | Rejected]:
     """Every row of a file or of a part of it, numbered from the part's start."""
     for row, cells in enumerate(rows_of(file, shape.columns, part)):
-        yield record_of(cells, shape, identity, row)
+        yield text_row_of(cells, shape, identity, row)
 
 
 BATCH_ROWS, BATCH_CHARACTERS = 1000, 8 << 20
 
 
-def in_batches(found: Iterable[Record | Rejected]) -> Iterator[list[Record | Rejected]]:
-    """The records in batches, limited by their number and by their characters of text."""
-    batch, size = list[Record | Rejected](), 0
+def in_batches(found: Iterable[TextRow | Rejected]) -> Iterator[list[TextRow | Rejected]]:
+    """The rows in batches, limited by their number and by their characters of text."""
+    batch, size = list[TextRow | Rejected](), 0
     for one in found:
         batch.append(one)
-        if isinstance(one, Record):
+        if isinstance(one, TextRow):
             size += sum(map(_length, (one.prompt, *one.completions)))
         if len(batch) == BATCH_ROWS or size >= BATCH_CHARACTERS:
             yield batch
@@ -57,15 +57,15 @@ def in_batches(found: Iterable[Record | Rejected]) -> Iterator[list[Record | Rej
         yield batch
 
 
-def first_records(inputs: Sequence[InputFile], shape: Shape) -> Iterator[Record]:
-    """The first usable records of each file, a few."""
+def first_text_rows(inputs: Sequence[InputFile], shape: Shape) -> Iterator[TextRow]:
+    """The first few usable rows of each file."""
     for file in inputs:
-        usable = (one for one in records_in(file, shape, 0) if isinstance(one, Record))
+        usable = (one for one in text_rows_in(file, shape, 0) if isinstance(one, TextRow))
         yield from islice(usable, 16)
 
 
-def record_of(cells: Row | BadRow, shape: Shape, file: int, row: int) -> Record | Rejected:
-    """The record of a row, or its rejection."""
+def text_row_of(cells: Row | BadRow, shape: Shape, file: int, row: int) -> TextRow | Rejected:
+    """A checked row, or its rejection."""
     try:
         if isinstance(cells, BadRow):
             raise cells
@@ -88,7 +88,7 @@ def record_of(cells: Row | BadRow, shape: Shape, file: int, row: int) -> Record 
         answers = tuple(map(unmarked, answers))
     else:
         learned = ()
-    return Record(file, row, prompt, answers, roles, scores, tools, options, carried, learned)
+    return TextRow(file, row, prompt, answers, roles, scores, tools, options, carried, learned)
 
 
 def _length(text: Text) -> int:
