@@ -26,7 +26,7 @@ from ...stages.tracking.run_record import (
     remove_sent,
     unsent_runs,
 )
-from ...stages.tracking.tracker import MAIN, TRACKERS, quiet, tracker_of, wanted
+from ...stages.tracking.tracker import MAIN, TRACKERS, quiet, tracker_names, tracker_of
 from ..options.settings import load_settings
 
 logger = logging.getLogger("align")
@@ -131,7 +131,7 @@ def send_files(folder: RunFolder, files: Sequence[Path], options: TrackingOption
     if record := RunRecord.find(folder):
         for file in files:
             record.log_file(file.absolute())
-        for name in {*wanted(options)} & record.facts.stores.keys():
+        for name in {*tracker_names(options)} & record.facts.stores.keys():
             with log_failure(f"{tracker_of(name).title} lacks a part of {folder.root}"):
                 _send(record, name, folder.root, options, uri="")
 

@@ -208,9 +208,9 @@ def _planned(
     """An existing plan, or a new one, with all rows encoded."""
     if plan is None:
         more = f" and {counted(len(job.inputs) - 1, 'files')} more" if job.inputs[1:] else ""
-        progress.say(f"{job.inputs[0].path.name}{more}: read as {job.shape.read_as}")
+        progress.log(f"{job.inputs[0].path.name}{more}: read as {job.shape.read_as}")
         if job.shape.unread:
-            progress.say(not_read(job.shape.unread))
+            progress.log(not_read(job.shape.unread))
         return make_plan(job, encode(slices, job.config, part, progress=progress), progress)
     # Damage is detected before hours of work.
     if len(job.cache.done()) < len(plan.numbers):
@@ -255,7 +255,7 @@ def _show_row(job: CacheJob, shards: Shards, progress: Progress) -> None:
     if len(rows):
         file, side = job.paths[int(rows.file[0])].name, job.config.tokens.prompt_side
         for line in lines_of(rows.between(0, 1), job.tokenizer, file=file, prompt_side=side):
-            progress.say(line.plain)
+            progress.log(line.plain)
 
 
 def _scored(

@@ -228,7 +228,7 @@ def make_plan(job: CacheJob, encoded: Encoded, progress: Progress) -> Plan:
     counts, options, pairs = encoded.counts, job.config, job.config.cache.kl_pairs
     texts = counts.notes["rows_of_plain_text"]
     if texts and options.data.wrap == "auto" and job.tokenizer.chat:
-        progress.say(f"note: {template_unused(texts, 'rows')}")
+        progress.log(f"note: {template_unused(texts, 'rows')}")
 
     # Too many rejected rows, no partners, or no room for the shards.
     rejected = RejectedRows(

@@ -244,7 +244,7 @@ class ShardScorer:
     def _scorer(self) -> Scorer:
         scorer = self._open()
         how = ", ".join(f"{name} {value}" for name, value in scorer.describe().items())
-        self._progress.say(f"reference: {how}")
+        self._progress.log(f"reference: {how}")
         return scorer
 
 

@@ -105,7 +105,7 @@ def run_rounds(settings: Settings, *, progress: Progress) -> str:
                 parent.log_metrics(line.metrics, step=line.round)
             while len(lines) <= config.rounds.count and not stopped:
                 number = len(lines)
-                progress.say(f"round {number} of {config.rounds.count}")
+                progress.log(f"round {number} of {config.rounds.count}")
                 try:
                     with tagged({**tag, ROUND_TAG: str(number)}, parent):
                         metrics = _round(rounds, number, progress)
@@ -268,7 +268,7 @@ def _say(text: str, progress: Progress) -> None:
     """Prints a verb's result without its hint at the next verb, which runs by itself."""
     for line in text.splitlines():
         if not line.startswith("next: "):
-            progress.say(line)
+            progress.log(line)
 
 
 # The columns of the table, each with the name and the form of its measure.

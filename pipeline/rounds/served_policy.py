@@ -34,7 +34,7 @@ class ServedPolicy(Sampler):
     def open(self, sampling: Sampling) -> OpenSampler:
         """Starts the server."""
         model, rounds = self.config.model, self.config.rounds
-        self.progress.say(f"serving {model.path}; its output is in {self.log}")
+        self.progress.log(f"serving {model.path}; its output is in {self.log}")
         url = self.stack.enter_context(
             own_server(rounds.serve, model.path, log=self.log, timeout=rounds.serve_timeout)
         )

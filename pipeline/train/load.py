@@ -99,14 +99,14 @@ def load(run: Run, progress: Progress) -> None:
             *advice,
         ]
         for note in filter(None, notes):
-            progress.say(note)
+            progress.log(note)
     config = run.config = with_auto_decided(run, progress)
     policy = run.policy = run_on_all_ranks(world, lambda: _load_policy(run))
     model = causal_model(policy.model)
     text_config = model.config.get_text_config(decoder=True)
     is_mixture = bool(routers_of(model))
     if world.rank == 0 and config.lora.enabled and is_mixture and not adapts_experts(policy.model):
-        progress.say(
+        progress.log(
             "The adapter does not change the experts: add their layers to lora.targets, such as "
             "experts.gate_up_proj and experts.down_proj, to train them."
         )
@@ -124,7 +124,7 @@ def load(run: Run, progress: Progress) -> None:
     known = run.checkpoint.state.fits if run.checkpoint else None
     if known and known.planned == planned:  # another requested size is tried again
         fits = known.fits
-        progress.say(
+        progress.log(
             f"memory ran out here before with {planned:,} tokens per batch, so {fits:,} are used; "
             "another --tokens-per-batch is tried again."
         )
@@ -148,7 +148,7 @@ def load(run: Run, progress: Progress) -> None:
     run.meter = Meter(pads=pads)
     if world.rank == 0:
         for line in short_plan(run.feed, policy, config.train, run.engine_config):
-            progress.say(line)
+            progress.log(line)
 
 
 def with_auto_decided(run: Run, progress: Progress) -> Config:

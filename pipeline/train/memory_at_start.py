@@ -46,11 +46,11 @@ def facts_of_run(run: Run, device: str, device_bytes: int, begun: str = "") -> P
 def chosen_to_fit(config: Config, facts: PlanFacts, world: World, progress: Progress) -> Config:
     """The settings with every `auto` decided, the same on every rank."""
     if world.rank == 0:  # a large model takes some time
-        progress.say("memory: planning settings that fit, before weights are loaded")
+        progress.log("memory: planning settings that fit, before weights are loaded")
     changes, notes = run_on_rank_zero(world, lambda: _changes_by_plan(config, facts))
     if world.rank == 0:
         for note in notes:
-            progress.say(f"memory: {note}")
+            progress.log(f"memory: {note}")
     return changed(config, changes)
 
 

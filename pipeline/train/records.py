@@ -126,9 +126,9 @@ class RunRecords:
         """The trackers' ids of the run, and the tag for finding it."""
         return self._tracked.origins()
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Prints a line."""
-        self._progress.say(line)
+        self._progress.log(line)
 
     def begin(self, state: State) -> None:
         """Checks the disk space, records the settings, and starts the progress display."""
@@ -137,7 +137,7 @@ class RunRecords:
         if run.world.rank == 0:
             self._describe()
         if state.step:
-            self.say(f"continuing after step {state.step:,}")
+            self.log(f"continuing after step {state.step:,}")
         left = max(run.total_steps - state.step, 0)
         self._progress.begin("training", total=left, unit="steps")
 
@@ -148,7 +148,7 @@ class RunRecords:
             if is_packed
             else "checked: the model reproduces the cached log-probs"
         )
-        self.say(f"{begins} (largest difference {gap:.1e} nats per completion)")
+        self.log(f"{begins} (largest difference {gap:.1e} nats per completion)")
         self._tracked.log_params({"gate.largest_gap": f"{gap:.3e}"})
 
     def stepped(
@@ -164,7 +164,7 @@ class RunRecords:
         self._progress.advance(1, tokens=round(padded), padding=padding)
         if time.monotonic() - self._last_line >= SECONDS_PER_LINE:
             self._last_line = time.monotonic()
-            self.say(f"step {state.step:,}: {shown(metrics)}")
+            self.log(f"step {state.step:,}: {shown(metrics)}")
 
     def evaluated(
         self, state: State, metrics: dict[str, float], samples: Sequence[EvalSample]
@@ -176,7 +176,7 @@ class RunRecords:
             with log_failure("No table of single completions"):
                 self._write_table(state.step, samples)
         plain = {name.removeprefix(EVAL): value for name, value in metrics.items()}
-        self.say(f"step {state.step:,}, held-out rows: {shown(plain)}")
+        self.log(f"step {state.step:,}, held-out rows: {shown(plain)}")
 
     def _write_table(self, step: int, samples: Sequence[EvalSample]) -> None:
         run, path = self._run, self._run.folder.evaluation(step)
@@ -196,7 +196,7 @@ class RunRecords:
 
     def ran_out(self, step: int, tokens: int) -> None:
         """Records that memory ran out in the step after this one, or in an evaluation."""
-        self.say(
+        self.log(
             f"step {step + 1:,}: memory ran out; from now on at most {tokens:,} tokens per batch, "
             "with the same result"
         )
@@ -206,7 +206,7 @@ class RunRecords:
         line = {"step": step, "rank": self._run.world.rank, "row_ids": row_ids}
         with closing(Lines(self._run.folder.nonfinite)) as lines:
             lines.append(json.dumps(line).encode())
-        self.say(f"step {step:,} gave NaN or infinity and was not applied")
+        self.log(f"step {step:,} gave NaN or infinity and was not applied")
 
     def visited(self, step: int, epoch: int, visits: Visits) -> None:
         """Records the margins of this rank's rows."""
@@ -253,7 +253,7 @@ class RunRecords:
         if state.step != self._failed_at:
             self._failures, self._failed_at = self._failures + 1, state.step
         self._tracked.log_metrics({"checkpoint_failed": 1.0}, step=state.step)
-        self.say(f"step {state.step:,}: no checkpoint: {failure}")
+        self.log(f"step {state.step:,}: no checkpoint: {failure}")
         if self._failures >= MOST_FAILURES:
             raise StorageError(
                 f"{self._failures} checkpoints in a row could not be saved. The last: {failure}"

@@ -57,7 +57,7 @@ def answer_again(
         tokens, budget = run.config.tokens, run.config.scoring.tokens_per_batch
         samplers = [LocalSampler(model, tokens, budget) for model in (began, trained)]
         prompts = _prompts(run, samplers[0].context, count, most_tokens)
-        progress.say(
+        progress.log(
             f"the policy answers {len(prompts)} held-out prompts, before and after training, with "
             f"at most {most_tokens:,} tokens"
         )

@@ -64,14 +64,14 @@ def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progres
         with recorded(tracking, output, "sweep", name=name) as parent:
             _describe(parent, result, runs)
             for number, trial in enumerate(trials, 1):
-                progress.say(f"run {number} of {len(trials)}: {trial.name}")
+                progress.log(f"run {number} of {len(trials)}: {trial.name}")
                 tags = {GROUP_TAG: str(output.resolve()), TRIAL_TAG: trial.name}
                 try:
                     with tagged(tags, parent):
                         # Removed from the list, so that a finished run does not keep its policy.
                         _train(trial, runs.pop(0), progress)
                 except AlignError as error:
-                    progress.say(f"{trial.name} failed: {error}")
+                    progress.log(f"{trial.name} failed: {error}")
                     trial.ending, trial.failure = "failed", str(error)
                     if world.size > 1:
                         if world.rank == 0:  # without `run_on_rank_zero`: others may have ended
@@ -134,7 +134,7 @@ def _train(trial: Trial, run: Run, progress: Progress) -> None:
     started = time.monotonic()
     trained = train_in(run, progress)
     if trained.is_old:
-        progress.say(f"{trial.name} is finished already and is not changed")
+        progress.log(f"{trial.name} is finished already and is not changed")
     else:
         trial.seconds = time.monotonic() - started
     trial.ending, trial.steps, trial.measured = trained.ending, trained.steps, trained.measured

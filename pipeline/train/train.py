@@ -67,11 +67,11 @@ def train_in(run: Run, progress: Progress) -> Trained:
 
             return trained_before(run.folder, writes=world.rank == 0)
         if run.remote and world.rank == 0:
-            progress.say(f"working in {run.folder.root}; uploaded to {run.remote.remote.url}")
+            progress.log(f"working in {run.folder.root}; uploaded to {run.remote.remote.url}")
         load(run, progress)
         require_checkpoint_match(run)
         with open_records(run, progress) as records, naming_lost_peers(world):
-            records.say(f"policy: {run.policy.path}")
+            records.log(f"policy: {run.policy.path}")
             if run.checkpoint:
                 state = run.checkpoint.state
                 saved = run.folder.step(state.step)
@@ -90,7 +90,7 @@ def train_in(run: Run, progress: Progress) -> Trained:
                     reason = why_over(state.best, run.config.train)
                 if reason:
                     done = f"{state.step:,} of {run.total_steps:,} steps"
-                    records.say(f"finished after {done}: {reason}")
+                    records.log(f"finished after {done}: {reason}")
                 # Imported late, because steps do not need it.
                 from .trained_model import state_to_write, write_model  # noqa: PLC0415
 
@@ -293,13 +293,13 @@ def may_end_at(run: Run, step: int, state: State) -> bool:
 def require_cached_logps(run: Run) -> None:
     """Requires a policy that starts as the reference to reproduce the cached log-probs."""
     if run.objective.head == "score":
-        run.records.say("A reward model has no log-probs to compare with the reference's.")
+        run.records.log("A reward model has no log-probs to compare with the reference's.")
         return
     if not run.manifest.is_scored:
-        run.records.say("The cache is not scored: the policy's log-probs are not compared.")
+        run.records.log("The cache is not scored: the policy's log-probs are not compared.")
         return
     if not run.begins_as_reference:
-        run.records.say(
+        run.records.log(
             "The policy is not the reference of the cache: its log-probs are not compared."
         )
         return

@@ -60,14 +60,14 @@ def state_to_write(run: Run, state: State) -> State:
         ) from error
     if found.state.step != state.step:
         run.engine.load_state(path)
-    run.records.say(
+    run.records.log(
         f"the model is that of step {found.state.step:,}, whose checkpoint has the best {name}"
     )
     known = state.best
     if known and known.metric == best and known.value is not None:
         values = {found.state.step: found.state.metrics[name], known.step: known.value}
         if best_first(values, best)[0] != found.state.step:  # for example, step 0
-            run.records.say(f"step {known.step:,} has a better value, but no checkpoint")
+            run.records.log(f"step {known.step:,} has a better value, but no checkpoint")
     return found.state
 
 

@@ -1,8 +1,7 @@
-"""The metrics log of a run, `metrics.jsonl`: a line per logged step or evaluation.
+"""The metrics log of a run, `metrics.jsonl`: one line per logged step or evaluation.
 
-{"step":10,"time":1763735000.123,"loss":0.693,…} - finite numbers only; the rest is left out.
-An evaluation has a line of its own: a step's line is durable before its checkpoint is, and the
-checkpoint before an evaluation begins, so a line that waited for both could be lost.
+A line is {"step":10,"time":1763735000.123,"loss":0.693,…}. NaN and infinite values are left out.
+An evaluation gets its own line, because a step's line is durable before the evaluation starts.
 """
 
 from __future__ import annotations
@@ -21,43 +20,43 @@ from ..storage.disk.lines import Line, Lines, keep_lines, read_lines
 logger = logging.getLogger("align")
 
 RESERVED = ("step", "time")
-EVAL = "eval/"  # begins the name of a metric of held-out rows
+EVAL = "eval/"  # prefix of the metrics of held-out rows
 MAX_KEY = 250
 
 
 class Callback(Protocol):
-    """Observer of every line of a training run's metrics; an error it raises ends the run."""
+    """A function that receives each metrics line; if it raises an error, the run ends."""
 
     def __call__(self, step: int, metrics: Mapping[str, float], /) -> None:
-        """Receives a written line; names of held-out rows' metrics begin with `eval/`."""
+        """Receives a line after it is written; metrics of held-out rows start with `eval/`."""
         ...
 
 
 class MetricsLine(NamedTuple):
-    """One line, read back."""
+    """One line of the metrics log."""
 
     step: int
     time: float  # seconds since 1970
     metrics: dict[str, float]
-    end: int  # the offset of the next line, in bytes
+    end: int  # byte offset of the next line
 
     @property
     def is_eval(self) -> bool:
-        """Whether it is the line of an evaluation."""
+        """Whether this is the line of an evaluation."""
         return any(name.startswith(EVAL) for name in self.metrics)
 
 
 class MetricsLog:
-    """Appends a line per logged step; every line is handed to the system at once."""
+    """Appends lines to metrics.jsonl, unbuffered."""
 
     def __init__(self, path: Path, kept: Sequence[Line] = ()) -> None:
-        """Resumes after these lines of the file; all others are cut out of it."""
+        """Opens the file and removes all lines except `kept`."""
         if path.exists():
             keep_lines(path, kept)
         self._lines = Lines(path)
 
     def append(self, metrics: Mapping[str, float], *, step: int) -> dict[str, float]:
-        """Writes one line and returns its numbers; a NaN or infinite value is left out of it."""
+        """Writes one line and returns its finite numbers."""
         named = {key_of(name): float(value) for name, value in metrics.items()}
         assert not set(RESERVED) & set(named), sorted(named)
         finite = {name: value for name, value in named.items() if math.isfinite(value)}
@@ -66,7 +65,7 @@ class MetricsLog:
         return finite
 
     def sync(self) -> None:
-        """Makes all lines durable; a checkpoint must not know of more steps than this file."""
+        """Makes all lines durable; a checkpoint must not have more steps than this file."""
         self._lines.sync()
 
     def close(self) -> None:
@@ -77,30 +76,28 @@ class MetricsLog:
 def kept_lines(
     path: Path, *, keep_through: int, is_evaluated: bool = True
 ) -> tuple[list[Line], int]:
-    """The lines of steps up to `keep_through` (-1: none), and how many others there are.
+    """The lines of steps up to `keep_through` (-1: none), and the number of other lines.
 
-    If the last kept step is not evaluated yet, the line of its evaluation is not kept either.
+    `is_evaluated`: whether the line of the last kept step's evaluation is kept too.
     """
     raw = [*read_lines(path)] if path.exists() else []
-    kept = [
-        line
-        for line, one in zip(raw, _parsed(raw, path), strict=True)
-        if one
-        and (
-            one.step < keep_through
-            or (one.step == keep_through and (is_evaluated or not one.is_eval))
-        )
-    ]
+    kept = []
+    for line, one in zip(raw, _parsed(raw, path), strict=True):
+        if one is None:
+            continue
+        is_last = one.step == keep_through and (is_evaluated or not one.is_eval)
+        if one.step < keep_through or is_last:
+            kept.append(line)
     return kept, len(raw) - len(kept)
 
 
 def read_metrics(path: Path, start: int = 0) -> Iterator[MetricsLine]:
-    """The whole lines from a byte on; a line that cannot be read is left out, with a warning."""
+    """The complete lines from byte `start` on; unreadable lines are skipped with a warning."""
     return filter(None, _parsed(read_lines(path, start), path))
 
 
 def _parsed(lines: Iterable[Line], path: Path) -> Iterator[MetricsLine | None]:
-    """Each line, None for one that is damaged; their number is logged."""
+    """Each line, or None if it is damaged; logs the number of damaged lines."""
     lost = 0
     for line in lines:
         try:
@@ -113,11 +110,11 @@ def _parsed(lines: Iterable[Line], path: Path) -> Iterator[MetricsLine | None]:
         else:
             yield MetricsLine(step, when, numbers, line.end)
     if lost:
-        logger.warning("%s: %d lines cannot be read and are left out.", path, lost)
+        logger.warning("%s: %d lines are damaged and are skipped.", path, lost)
 
 
 def key_of(name: str) -> str:
-    """The name with `_` for characters that MLflow refuses, and without parts like `..`."""
+    """The name with `_` in place of characters that MLflow refuses, and without `.` and `..`."""
     allowed = re.sub(r"[^A-Za-z0-9_\-. /]", "_", name)
     parts = [part for part in allowed.split("/") if part not in ("", ".", "..")]
     return "/".join(parts)[:MAX_KEY].rstrip("/") or "_"

@@ -1,4 +1,4 @@
-"""What keeps MLflow quiet, and its waits short for a server that does not answer."""
+"""Settings that silence MLflow's output and shorten its timeouts."""
 
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -8,4 +8,4 @@ ENVIRONMENT = {
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-NOISY = ("mlflow", "sqlalchemy", "alembic", "pydantic", "urllib3")  # packages that warn
+NOISY = ("mlflow", "sqlalchemy", "alembic", "pydantic", "urllib3")  # packages that log warnings

@@ -1,8 +1,8 @@
-"""A SQLite store of MLflow is whole or not there.
+"""Creates MLflow's SQLite store atomically.
 
-MLflow builds a new one by some 350 statements, and a kill among them would leave a store that
-neither works nor is ever repaired. So it is built under a draft's name and then given its own.
-Nothing is in a draft, so SQLite need not wait for the disk: a second instead of six.
+MLflow runs about 350 statements to create a store. A kill in between would leave a broken store
+that MLflow never repairs, so the store is built under a temporary name and then linked to its own.
+The temporary store has no data yet, so fsync is off: creation takes one second instead of six.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ..storage.disk import fs
 from .metrics_log import key_of
 
 _FILE = re.compile(r"(sqlite(?:\+pysqlite)?:///)([^?]+)(.*)", re.DOTALL)
-OLD_SECONDS = 600.0  # after which a draft is one of a killed process
+OLD_SECONDS = 600.0  # the process of an older draft was killed
 
 
 def sqlite_file(uri: str) -> Path | None:
-    """The file of a SQLite address; None where it names no file that we could make."""
+    """The file of a SQLite URI; None if the URI names no file that we can create."""
     found = _FILE.fullmatch(uri)
     if not found or found[2].startswith((":memory:", "file:")):
         return None
@@ -30,7 +30,7 @@ def sqlite_file(uri: str) -> Path | None:
 
 
 def make_store(uri: str, build: Callable[[str], object]) -> None:
-    """Lets `build` make the store of a SQLite address under another one, unless it is there."""
+    """Creates the store of a SQLite URI, unless it exists; `build` gets the URI of a draft."""
     path = sqlite_file(uri)
     if path is None or path.exists():
         return
@@ -61,9 +61,9 @@ def make_store(uri: str, build: Callable[[str], object]) -> None:
 
 
 def artifacts_beside(uri: str, experiment: str) -> str | None:
-    """The artifact folder of a SQLite store: beside its file, from any working folder.
+    """The artifact folder of a SQLite store, beside its file; None lets MLflow choose.
 
-    MLflow would put it below the folder that the first run is started from. None: it decides.
+    MLflow's default depends on the folder from which the first run is started.
     """
     path = sqlite_file(uri)
     return str(path.absolute().parent / "mlruns" / key_of(experiment)) if path else None

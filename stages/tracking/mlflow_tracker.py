@@ -1,4 +1,4 @@
-"""MLflow as a tracker; the only module that opens a store of it, and imports it then."""
+"""The MLflow tracker. No other module opens an MLflow store; MLflow is imported on first use."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from .run_record import KEY_TAG, PARENT_TAG, REPLACES_TAG, Dataset, RunFacts, Se
 from .tracker import Tracker
 
 T = TypeVar("T")
-Point = tuple[str, int]  # name and step
-Number = tuple[str, int, int]  # with its time
+Point = tuple[str, int]  # metric name, step
+Number = tuple[str, int, int]  # metric name, step, time in ms
 
 DEFAULT_URI = "sqlite:///mlflow.db"
-PER_CALL = 100  # parameters, tags or data sets
+PER_CALL = 100  # parameters, tags or data sets in one request
 METRICS_PER_CALL = 1000
-# MLflow's limits, of its oldest SQL schema where they differ.
+# MLflow's limits; where they differ between versions, those of its oldest SQL schema.
 MAX_PARAM, MAX_TAG, MAX_NAME, MAX_DIGEST = 6000, 5000, 500, 36
-MAX_FIELD = 2**31 - 1  # of a CSV file, in characters; Python's own is below that of a long prompt
+MAX_FIELD = 2**31 - 1  # characters of a CSV field; a long prompt exceeds Python's default
 PATH_TAG = "align.path"
-STEP_TAG = "align.step"  # after which a model was written
-# Tags of MLflow's own.
-NOTE_TAG = "mlflow.note.content"  # the text above a run
-KIND_TAG = "mlflow.experimentKind"  # what its pages open an experiment with
-TABLES_TAG = "mlflow.loggedArtifacts"  # which files of a run are drawn as tables
+STEP_TAG = "align.step"  # the step of a model
+# MLflow's own tags.
+NOTE_TAG = "mlflow.note.content"  # the description of a run
+KIND_TAG = "mlflow.experimentKind"  # selects the view of an experiment
+TABLES_TAG = "mlflow.loggedArtifacts"  # the artifacts that MLflow shows as tables
 TRAINING_KIND = "custom_model_development"
 
 ANSWERS, EVALUATIONS = "answers.jsonl", "evaluations"
-BESIDE = ("prompt", "before", "after")  # columns of answers that are read beside one another
-TEXTS = {"row_id", "prompt_key", "role", "prompt", "completion"}  # columns of evaluations
+FIRST_COLUMNS = ("prompt", "before", "after")  # of answers, to compare them side by side
+TEXTS = {"row_id", "prompt_key", "role", "prompt", "completion"}  # text columns of evaluations
 
 
 class MlflowTracker(Tracker):
-    """A run in a store of MLflow; a local store is made when it is not there yet."""
+    """A run in an MLflow store; a missing local store is created."""
 
     title = "MLflow"
     named_by = "tracking.uri of the align.yaml here, MLFLOW_TRACKING_URI, or mlflow.db here"
@@ -65,33 +65,33 @@ class MlflowTracker(Tracker):
         self._run_id = ""
         self._parent = ""
         self._metrics = Path()
-        self._known: set[Number | Point] | None = None  # by the store; None: to be asked for
+        self._stored: set[Number | Point] | None = None  # numbers in the store; None: not read
 
     @staticmethod
     def address_of(options: TrackingOptions, home: Path) -> str:
-        """The tracking URI of the settings, else the environment, else a local file."""
+        """The tracking URI from the settings, else the environment, else a local file."""
         return options.uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 
     @staticmethod
     def plain_address(address: str) -> str:
-        """The address without secrets, and the same from every folder."""
+        """The address without secrets, as an absolute path if it is a file."""
         path = sqlite_file(address)
         return f"sqlite:///{path.absolute()}" if path else Tracker.plain_address(address)
 
     @cached_property
     def client(self) -> Any:
-        """MLflow's client, of a store that is there."""
+        """MLflow's client; the store is created first if necessary."""
         make_store(self.address, self._mlflow.MlflowClient)
         return self._mlflow.MlflowClient(self.address)
 
     def has(self, facts: RunFacts, run_id: str) -> bool:
-        """Whether the store has such a run, and it was not deleted."""
+        """Whether the store has this run and it is not deleted."""
         found = self._run(run_id)
         return found is not None and found.info.lifecycle_stage == "active"
 
     def begin(self, facts: RunFacts, sent: Sent, metrics: Path) -> Sent:
-        """The run, which is found or made."""
-        self._metrics, self._known = metrics, None
+        """Finds or creates the run."""
+        self._metrics, self._stored = metrics, None
         experiment = self._experiment_id(facts.stores["mlflow"].experiment)
         run_id = sent.run_id or self._find_run(experiment, facts.key)
         if not run_id:
@@ -102,22 +102,22 @@ class MlflowTracker(Tracker):
         return Sent(run_id, sent.offset, sent.files)
 
     def log(self, lines: Sequence[MetricsLine]) -> None:
-        """The numbers that the store lacks: of a step that was trained again it keeps the first."""
-        if self._known is None:  # also after a call that failed: its numbers may have arrived
-            self._known = self._numbers_known(least=min(line.step for line in lines))
-        known, self._known = self._known, None
+        """Sends the numbers that the store lacks; a repeated step keeps its first numbers."""
+        if self._stored is None:  # also after a failed call, whose numbers may have arrived
+            self._stored = self._stored_numbers(first_step=min(line.step for line in lines))
+        stored, self._stored = self._stored, None
         metrics = [
             self._entities.Metric(name, line.metrics[name], when, step)
             for line in lines
             for name, step, when in _numbers(line)
-            if not {(name, step), (name, step, when)} & known
+            if not {(name, step), (name, step, when)} & stored
         ]
         for batch in _batches(metrics, METRICS_PER_CALL):
             self.client.log_batch(self._run_id, metrics=batch)
-        self._known = known
+        self._stored = stored
 
     def label(self, facts: RunFacts) -> None:
-        """Parameters, tags, data, models and the status; a description that is there stays."""
+        """Sends parameters, tags, data, models and status; an existing description is kept."""
         make, run = self._entities, self.client.get_run(self._run_id)
         tags = {key_of(name): value for name, value in facts.tags.items()}
         if facts.description and not run.data.tags.get(NOTE_TAG):
@@ -141,13 +141,13 @@ class MlflowTracker(Tracker):
             self._link_model(folder, model_tags)
 
     def file(self, path: Path, folder: str) -> None:
-        """A file, or a folder with all in it; some files also as a table for MLflow's pages.
+        """Uploads a file or folder; some files also as tables for MLflow's pages.
 
-        A table is written whole: MLflow's own call for tables appends to one that is there.
+        `log_dict` replaces a table, while MLflow's own `log_table` would append to it.
         """
         self.client.log_artifact(self._run_id, str(path), folder or None)
         table = None
-        with log_failure(f"MLflow draws no table of {path}"):
+        with log_failure(f"MLflow shows no table of {path}"):
             table = table_of(path)
         if table:
             name = str(PurePosixPath(folder, f"{path.stem}.json"))
@@ -156,10 +156,10 @@ class MlflowTracker(Tracker):
             self.client.set_tag(self._run_id, TABLES_TAG, with_table(tables, name))
 
     def register(self, run_id: str, folder: Path, name: str, alias: str) -> tuple[str, bool]:
-        """Uploads a model's folder to its run and makes a version of it, unless there is one.
+        """Uploads a model folder to its run and registers it as a version, unless it is one.
 
-        Returns the number of the version and whether it is new. The path is named by the content:
-        a longer training never writes over a version's files.
+        Returns the version number and whether it is new. The artifact path contains a hash of the
+        files, so a longer training never overwrites the files of an earlier version.
         """
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         content = digest([[str(path.relative_to(folder)), fs.sha256_of(path)] for path in files])
@@ -182,20 +182,19 @@ class MlflowTracker(Tracker):
             self.client.set_registered_model_alias(name, alias, str(found.version))
         return str(found.version), is_new
 
-    def _numbers_known(self, *, least: int) -> set[Number | Point]:
-        """The numbers from step `least` on that the store has, and those whose step it has.
+    def _stored_numbers(self, *, first_step: int) -> set[Number | Point]:
+        """The numbers in the store from `first_step` on, and the points of repeated steps.
 
-        A step may have several lines. If the store has a number of a step that metrics.jsonl lacks,
-        the step was trained again, and the store keeps its first numbers.
+        A number in the store that metrics.jsonl lacks belongs to a step that was trained again.
+        Its point is returned without a time, so that the store keeps the first number.
         """
-        there = {
-            (name, point.step, point.timestamp)
-            for name in self.client.get_run(self._run_id).data.metrics
-            for point in self.client.get_metric_history(self._run_id, name)
-            if point.step >= least
-        }
+        stored: set[Number] = set()
+        for name in self.client.get_run(self._run_id).data.metrics:
+            for point in self.client.get_metric_history(self._run_id, name):
+                if point.step >= first_step:
+                    stored.add((name, point.step, point.timestamp))
         logged = {one for line in read_metrics(self._metrics) for one in _numbers(line)}
-        return {*there, *((name, step) for name, step, _ in there - logged)}
+        return {*stored, *((name, step) for name, step, _ in stored - logged)}
 
     def _make_run(self, facts: RunFacts, experiment: str) -> str:
         if before := facts.tags.get(REPLACES_TAG):
@@ -203,17 +202,17 @@ class MlflowTracker(Tracker):
             if found is not None and found.info.status == "RUNNING":
                 self.client.set_terminated(found.info.run_id, "KILLED", None)
         context = importlib.import_module("mlflow.tracking.context.registry")
-        tags = context.resolve_tags({KEY_TAG: facts.key})  # and who made it
+        tags = context.resolve_tags({KEY_TAG: facts.key})  # MLflow adds the user and the source
         run = self.client.create_run(
             experiment, start_time=facts.began_ms, tags=tags, run_name=facts.name or None
         )
-        if not run.info.run_id:  # as of a server that answers `{}` to everything
-            raise StorageError("it made no run; is there an MLflow server at this address?")
-        self._known = set()
+        if not run.info.run_id:  # another server may answer `{}` to every request
+            raise StorageError("it created no run; is there an MLflow server at this address?")
+        self._stored = set()
         return str(run.info.run_id)
 
     def _experiment_id(self, name: str) -> str:
-        """The experiment of that name; made when there is none."""
+        """The id of an experiment, which is created if it does not exist."""
         found = self.client.get_experiment_by_name(name)
         if found is None:
             where = artifacts_beside(self.address, name)
@@ -221,7 +220,7 @@ class MlflowTracker(Tracker):
             try:
                 return str(self.client.create_experiment(name, artifact_location=where, tags=kind))
             except self._exceptions.MlflowException:
-                # Another process may have made it in the meantime.
+                # Another process may have created it in the meantime.
                 found = self.client.get_experiment_by_name(name)
                 if found is None:
                     raise
@@ -230,7 +229,7 @@ class MlflowTracker(Tracker):
         return str(found.experiment_id)
 
     def _find_run(self, experiment: str, key: str) -> str:
-        """The id of the run that has this key, empty when there is none."""
+        """The id of the run with this key; empty if there is none."""
         found = self.client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{key}'", max_results=1)
         return str(found[0].info.run_id) if found else ""
 
@@ -243,7 +242,7 @@ class MlflowTracker(Tracker):
             raise
 
     def _dataset(self, data: Dataset) -> Any:
-        """The data that went in; MLflow's own field is short, so the whole digest is a tag."""
+        """An input data set; MLflow's digest field is short, so the full digest is a tag."""
         make = self._entities
         dataset = make.Dataset(
             name=_cut(data.name, MAX_NAME),
@@ -255,14 +254,14 @@ class MlflowTracker(Tracker):
         return make.DatasetInput(dataset, [make.InputTag(*tag) for tag in tags.items()])
 
     def _link_model(self, folder: str, tags: dict[str, str]) -> None:
-        """A logged model that is the path of ours, with its measures, as an output of the run."""
+        """Adds an external logged model (its path and metrics) to the run's outputs."""
         run = self.client.get_run(self._run_id)
         step = tags.get(STEP_TAG, "0")
         own = self.client.search_logged_models(
             [run.info.experiment_id], f"source_run_id = '{self._run_id}'"
         )
-        wanted = {PATH_TAG: folder, STEP_TAG: tags.get(STEP_TAG)}
-        same = (one for one in own if all(one.tags.get(k) == v for k, v in wanted.items()))
+        identity = {PATH_TAG: folder, STEP_TAG: tags.get(STEP_TAG)}
+        same = (one for one in own if all(one.tags.get(k) == v for k, v in identity.items()))
         model = next(same, None) or self.client.create_logged_model(
             run.info.experiment_id,
             name=Path(folder).name,
@@ -271,15 +270,15 @@ class MlflowTracker(Tracker):
         )
         if model.status != self._entities.LoggedModelStatus.READY:
             self.client.finalize_logged_model(model.model_id, "READY")
-        if measured := self._held_out(run, model.model_id, int(step)):
+        if measured := self._eval_metrics(run, model.model_id, int(step)):
             self.client.log_batch(self._run_id, metrics=measured)
         outputs = run.outputs.model_outputs if run.outputs else []
-        if model.model_id not in {one.model_id for one in outputs}:  # MLflow takes it only once
+        if model.model_id not in {one.model_id for one in outputs}:  # MLflow refuses a second one
             output = self._entities.LoggedModelOutput(model.model_id, int(step))
             self.client.log_outputs(self._run_id, [output])
 
-    def _held_out(self, run: Any, model_id: str, step: int) -> list[Any]:
-        """The numbers of held-out rows at a step, as those of a model: MLflow ranks models by them.
+    def _eval_metrics(self, run: Any, model_id: str, step: int) -> list[Any]:
+        """The evaluation's metrics at a step as metrics of the model, by which MLflow ranks models.
 
         Value, step and time equal the run's, so MLflow stores one number for both.
         """
@@ -298,12 +297,13 @@ class MlflowTracker(Tracker):
 
 
 def table_of(path: Path) -> dict[str, Any] | None:
-    """The columns and rows of a file that MLflow's pages draw as a table; None of any other."""
+    """The columns and rows of a file that MLflow shows as a table; None for other files."""
     if path.name == ANSWERS:
-        rows = [*map(json.loads, path.read_bytes().splitlines())]  # a text would be cut at U+2028
-        columns = [*BESIDE, *sorted({*rows[0]} - {*BESIDE})] if rows else []
+        # Bytes, because `str.splitlines` would also split at U+2028.
+        rows = [*map(json.loads, path.read_bytes().splitlines())]
+        columns = [*FIRST_COLUMNS, *sorted({*rows[0]} - {*FIRST_COLUMNS})] if rows else []
     elif path.parent.name == EVALUATIONS and path.suffix == ".csv":
-        limit = csv.field_size_limit(MAX_FIELD)  # of the whole process
+        limit = csv.field_size_limit(MAX_FIELD)  # it holds for the whole process
         try:
             with path.open(newline="", encoding="utf-8") as source:
                 rows = [*csv.DictReader(source)]
@@ -313,14 +313,14 @@ def table_of(path: Path) -> dict[str, Any] | None:
         for row in rows:
             for name in {*columns} - TEXTS:
                 number = float(row[name])
-                row[name] = number if math.isfinite(number) else None  # which JSON lacks
+                row[name] = number if math.isfinite(number) else None  # JSON has no NaN
     else:
         return None
     return {"columns": columns, "data": [[row[name] for name in columns] for row in rows]}
 
 
 def with_table(tag: str, file: str) -> str:
-    """The tag that names the tables of a run, with one more; the oldest go where all do not fit."""
+    """The tag that lists a run's tables, with one added; the oldest are dropped if it is full."""
     entry = {"path": file, "type": "table"}
     tables = [*(one for one in json.loads(tag or "[]") if one != entry), entry]
     while len(text := json.dumps(tables)) > MAX_TAG:
@@ -333,7 +333,7 @@ def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 
 
 def _numbers(line: MetricsLine) -> Iterator[Number]:
-    """Each number of a line by its name, step and time."""
+    """The name, step and time of each number of a line."""
     return ((name, line.step, round(1000 * line.time)) for name in line.metrics)
 
 

@@ -16,7 +16,7 @@ SECONDS_PER_FRAME = 0.1
 
 
 class Progress:
-    """Shows one task at a time: its begin, how far it is, and its end; without a stream nothing."""
+    """Shows the start, progress and end of one task at a time; silent without a stream."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
@@ -24,16 +24,16 @@ class Progress:
             stream and stream.isatty() and os.environ.get("TERM", "") != "dumb"
         )
         self._bar: Any = None
-        self._task = self._unit = ""  # empty: there is none
+        self._task = self._unit = ""  # empty: no task
         self._total: int | None = None
         self._done = self._tokens = self._padding = 0
         self._began_at = self._shown_at = 0.0
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Prints one line, above the bar if there is one."""
         if not self._stream:
             return
-        with suppress(OSError):  # the reader is gone; the work is not
+        with suppress(OSError):  # a closed terminal does not stop the work
             text = _plain(line, self._stream)
             if self._bar:
                 self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -42,7 +42,7 @@ class Progress:
                 self._stream.flush()
 
     def begin(self, task: str, *, total: int | None, unit: str) -> None:
-        """Begins a task of so many units, where that is known."""
+        """Starts a task of `total` units; None if the number is unknown."""
         self.end()
         self._task, self._total, self._unit = task, total, unit
         self._done = self._tokens = self._padding = 0
@@ -53,15 +53,15 @@ class Progress:
                 name = _plain(task, self._stream)
                 self._bar.add_task(name, total=total, counted="", speed="")
                 self._bar.start()
-                self._bar.console.show_cursor(True)  # a killed process could not bring it back
+                self._bar.console.show_cursor(True)  # a killed process could not restore it
         else:
-            self.say(task if total is None else f"{task}: {total:,} {unit}")
+            self.log(task if total is None else f"{task}: {total:,} {unit}")
 
     def advance(self, done: int, *, tokens: int = 0, padding: int = 0) -> None:
-        """Counts units and tokens (padding included) that are done, and shows them now and then."""
+        """Adds finished units and tokens (padding included), and updates the display regularly."""
         if not self._stream:
             return
-        assert self._task, "a task must have begun"
+        assert self._task, "begin() comes first"
         self._done += done
         self._tokens += tokens
         self._padding += padding
@@ -80,10 +80,10 @@ class Progress:
         if self._total and 0 < self._done < self._total:
             rest = (now - self._began_at) / self._done * (self._total - self._done)
             left = f"{timedelta(seconds=round(rest))} left"
-        self.say(f"{self._task}: {', '.join(filter(None, (counted, speed, left)))}")
+        self.log(f"{self._task}: {', '.join(filter(None, (counted, speed, left)))}")
 
     def end(self) -> None:
-        """Ends the task, and says how much was done."""
+        """Ends the task and prints its units, time and speed."""
         if self._bar:
             with suppress(OSError):
                 self._bar.stop()
@@ -93,18 +93,18 @@ class Progress:
             is_whole = self._done == self._total
             counted = f"{self._done:,} {self._unit}" if is_whole else self._counted()
             took = f"{counted} in {timedelta(seconds=round(now - self._began_at))}"
-            self.say(f"{self._task}: {', '.join(filter(None, (took, self._speed(now))))}")
+            self.log(f"{self._task}: {', '.join(filter(None, (took, self._speed(now))))}")
         self._task = ""
 
     def _counted(self) -> str:
-        """The done count, of the total."""
+        """The finished units, with the total if it is known."""
         if not self._total:
             return f"{self._done:,} {self._unit}"
         part = self._done / self._total
         return f"{self._done:,} of {self._total:,} {self._unit} ({part:.0%})"
 
     def _speed(self, now: float) -> str:
-        """Tokens per second and the share of padding, if any; empty before the first token."""
+        """Tokens per second and the share of padding; empty before the first token."""
         if not self._tokens:
             return ""
         speed = f"{self._tokens / max(now - self._began_at, 1e-9):,.0f} tokens/s"
@@ -112,7 +112,7 @@ class Progress:
 
 
 def _rich_bar(stream: TextIO) -> Any:
-    # Only a terminal pays for the import.
+    # Imported here because it is slow and only a terminal needs it.
     columns = importlib.import_module("rich.progress")
     console = importlib.import_module("rich.console").Console(file=stream)
     return columns.Progress(
@@ -121,7 +121,7 @@ def _rich_bar(stream: TextIO) -> Any:
         columns.TextColumn("{task.fields[counted]}  {task.fields[speed]}", markup=False),
         columns.TimeRemainingColumn(compact=True),
         console=console,
-        # No drawing thread: tokenizing processes are forked from this one.
+        # No drawing thread, because tokenizing processes are forked from this one.
         auto_refresh=False,
         transient=True,
         redirect_stdout=False,
@@ -129,7 +129,7 @@ def _rich_bar(stream: TextIO) -> Any:
 
 
 def _plain(text: str, stream: TextIO) -> str:
-    """One line without control characters and secrets, in the encoding of the stream."""
+    """The text as one line, without control characters and secrets, in the stream's encoding."""
     shown = " ".join(safe(text).split("\n")).replace("\t", " ")
     encoding = stream.encoding or "utf-8"
     return shown.encode(encoding, "backslashreplace").decode(encoding)

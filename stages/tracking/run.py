@@ -1,7 +1,7 @@
-"""A run as its command records it, and the threads that send it to trackers beside the work.
+"""Records a run on disk, and sends it to trackers from background threads.
 
-All that is recorded is on disk first (`metrics_log.py`, `run_record.py`), so a tracker that is
-down causes a warning and never stops a run; `align mlflow-sync` sends the rest with a `Sender`.
+All data is written to disk first (`metrics_log.py`, `run_record.py`), so a tracker that is down
+causes a warning and never stops a run; `align mlflow-sync` sends the rest later.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from .tracker import TRACKERS, Tracker, addresses, quiet, tracker_of
 
 logger = logging.getLogger("align")
 
-# How long the end of a run waits for trackers: after a signal the process may be killed soon.
+# Timeout for trackers at the end of a run; after a signal the process may be killed soon.
 WAIT_SECONDS = {"FINISHED": 30.0, "FAILED": 15.0, "KILLED": 5.0}
-UPLOAD_SECONDS = 6 * 3600.0  # of a run that uploads its model
-# An import takes seconds of the interpreter, which the first step of a training needs.
+UPLOAD_SECONDS = 6 * 3600.0  # timeout of a run that uploads its model
+# Delay before libraries are imported, because an import would slow down the first training step.
 FIRST_STEP_SECONDS = 10.0
 SECONDS_PER_TICK = 1.0
 RETRY_SECONDS = 60.0
@@ -66,7 +66,7 @@ _TAGS: ContextVar[Mapping[str, str]] = ContextVar("tags", default=_NO_TAGS)
 
 @contextmanager
 def tagged(tags: Mapping[str, str], parent: Run | None = None) -> Iterator[None]:
-    """Gives these tags to every run that begins inside, and the key of the run it belongs to."""
+    """Adds these tags, and the key of `parent`, to every run that starts in the block."""
     above = {PARENT_TAG: parent.record.facts.key} if parent and parent.record.facts.key else {}
     token = _TAGS.set({**_TAGS.get(), **tags, **above})
     try:
@@ -76,7 +76,7 @@ def tagged(tags: Mapping[str, str], parent: Run | None = None) -> Iterator[None]
 
 
 def inherited(tag: str) -> str:
-    """A tag that runs get which begin here; empty where there is none."""
+    """The value of a tag that `tagged` sets here; empty if it sets none."""
     return _TAGS.get().get(tag, "")
 
 
@@ -89,28 +89,29 @@ def open_training_run(
     keep_through: int,
     is_evaluated: bool = True,
 ) -> Run:
-    """Begins the record of a training, or resumes it after a step; -1 keeps no earlier line.
+    """Starts the record of a training, or resumes it after step `keep_through`; -1: from the start.
 
-    A resumed training stays one run, unless steps of it are trained again with other settings. A
-    record is kept up to date for `mlflow-sync` while no tracker is in use.
+    A resumed training stays one run, unless steps are repeated with other settings. An existing
+    record is also updated while no tracker is in use, for a later `mlflow-sync`.
     """
-    wanted, record = addresses(options, folder.root), RunRecord.find(folder)
+    trackers, record = addresses(options, folder.root), RunRecord.find(folder)
     kept, dropped = kept_lines(folder.metrics, keep_through=keep_through, is_evaluated=is_evaluated)
-    # On disk before the file is cut: after a kill between the two, nothing else would tell.
+    # The record is updated before metrics.jsonl is cut: after a kill in between, the cut lines
+    # would be lost and the change of settings would not be noticed.
     if record:
         before, numbers = record.facts.tags.get(NUMBERS_TAG), tags.get(NUMBERS_TAG, "")
         if before and before != numbers and (dropped or not kept):
             record.replace_run(numbers, keeps_facts=bool(kept))
         record.resume(kept)
     metrics = MetricsLog(folder.metrics, kept)
-    if not (wanted or record):
+    if not (trackers or record):
         return Run(folder, metrics)
     record = record or RunRecord.new(folder, redacted(options.run_name or name))
     run = Run(folder, metrics, record)
     if options.upload_model:
         run.wait_seconds = {**WAIT_SECONDS, "FINISHED": UPLOAD_SECONDS}
     run.set_tags({**_version_tags(), **_TAGS.get(), **tags})
-    run.send_to(wanted, options)  # last: from here on threads run, which `finish` ends
+    run.send_to(trackers, options)  # last, because it starts threads that only `finish` ends
     return run
 
 
@@ -118,19 +119,19 @@ def open_training_run(
 def recorded(
     options: TrackingOptions, home: Path, stage: str, *, name: str = "", is_alone: bool = True
 ) -> Iterator[Run]:
-    """Records a run that is not a training, in the outbox of the folder that it makes.
+    """Records a run that is not a training, in the outbox of its output folder.
 
-    A process that is alone there also sends earlier runs that were not sent; those whose process
-    was killed get the status KILLED.
+    If the process is alone there, it also sends pending earlier runs; those whose process was
+    killed get the status KILLED.
     """
-    wanted = addresses(options, home)
-    if not wanted:
+    trackers = addresses(options, home)
+    if not trackers:
         yield Run(RunFolder(home))
         return
     own: list[RunFolder] = []
     earlier: list[RunRecord] = []
     with ExitStack() as stack:
-        # After the locks, which are in their folders.
+        # Registered first, so that it runs after the locks in these folders are released.
         if is_alone:
             stack.callback(remove_empty_outbox, home)
         stack.callback(lambda: [*map(remove_sent, own)])
@@ -149,7 +150,7 @@ def recorded(
         record = RunRecord.new(folder, redacted(options.run_name or name or stage))
         run = Run(folder, MetricsLog(folder.metrics), record)
         run.set_tags({**_version_tags(), **_TAGS.get(), "align.stage": stage})
-        run.send_to(wanted, options, home=home, earlier=earlier)
+        run.send_to(trackers, options, home=home, earlier=earlier)
         run.begin_sending()
         status: Status = "FAILED"
         try:
@@ -159,21 +160,21 @@ def recorded(
             status = "KILLED"
             raise
         finally:
-            with log_failure("No record of how the run ended"):
+            with log_failure("The status of the run is not recorded"):
                 run.finish(status)
 
 
 def _version_tags() -> dict[str, str]:
-    """The versions that the numbers of a run may depend on."""
+    """The versions that may affect a run's metrics."""
     packages = ("torch", "transformers", "deepspeed")
     versions = {f"{name}.version": version(name) for name in packages}
     return {"align.version": __version__, **versions}
 
 
 class Run:
-    """Writes numbers to metrics.jsonl and all else to the record; uploaders send both.
+    """Writes metrics to metrics.jsonl and the rest to the record; uploaders send both.
 
-    Without a metrics log it keeps no numbers, without a record it writes nothing else.
+    Without a metrics log or a record, it does not write that part.
     """
 
     def __init__(
@@ -190,34 +191,32 @@ class Run:
 
     def send_to(
         self,
-        wanted: Mapping[str, str],
+        trackers: Mapping[str, str],
         options: TrackingOptions,
         *,
         home: Path | None = None,
         earlier: Sequence[RunRecord] = (),
     ) -> None:
-        """Sends the run to trackers by their addresses, once `begin_sending` is called.
+        """Starts an uploader per tracker and address; it sends once `begin_sending` is called.
 
-        Each gets earlier runs of `home` as well that were for the same store.
+        An uploader also sends those earlier runs of `home` that belong to the same store.
         """
         stores = {}
-        for name, address in wanted.items():
+        for name, address in trackers.items():
             tracker, experiment = tracker_of(name), options.experiment
             if experiment == TrackingOptions().experiment:
                 experiment = os.environ.get(tracker.experiment_variable) or experiment
-            if known := self.record.facts.stores.get(name):  # it is the same from every shell
+            if known := self.record.facts.stores.get(name):  # resuming never changes it
                 experiment = known.experiment
             stores[name] = Store(tracker.plain_address(address), redacted(experiment))
         self.record.add_stores(stores)
-        for name, address in wanted.items():
+        for name, address in trackers.items():
             self._quiet.enter_context(quiet(name))
-            known_there = [
-                one
-                for one in earlier
-                if name in one.facts.stores
-                and one.facts.stores[name].address == stores[name].address
-            ]
-            senders = [Sender(name, address, one) for one in (self.record, *known_there)]
+            senders = [Sender(name, address, self.record)]
+            for record in earlier:
+                store = record.facts.stores.get(name)
+                if store and store.address == stores[name].address:
+                    senders.append(Sender(name, address, record))
             self.uploaders.append(Uploader(senders, f"align mlflow-sync {home or self._root}"))
 
     @property
@@ -227,43 +226,43 @@ class Run:
         return {name: run_id for name, run_id in found.items() if run_id}
 
     def origins(self) -> dict[str, str]:
-        """The trackers' ids of this run, and the tag that finds it sooner or later."""
+        """The trackers' ids of this run, and the tag that finds the run in each store."""
         found = {}
         for name in self.record.facts.stores:
-            if name in TRACKERS:  # else it is another install's
+            if name in TRACKERS:  # another installation may have more trackers
                 title = tracker_of(name).title
                 found[f"{title} run"] = self.run_ids.get(name, "not named yet")
                 found[f"{title} tag {KEY_TAG}"] = self.record.facts.key
         return found
 
     def log_params(self, params: Mapping[str, object]) -> None:
-        """Records flat settings; a store keeps the first value, so a later one becomes a tag."""
+        """Records settings; stores keep a setting's first value, so a later one becomes a tag."""
         facts = self.record.facts
         values = {name: redacted(str(value)) for name, value in params.items()}
         changed = {f"changed.{k}": v for k, v in values.items() if facts.params.get(k, v) != v}
         self.record.change(params={**values, **facts.params}, tags={**facts.tags, **changed})
 
     def log_metrics(self, metrics: Mapping[str, float], *, step: int = 0) -> None:
-        """Writes a line of metrics.jsonl, and shows it to the callbacks."""
+        """Writes a line of metrics.jsonl and passes it to the callbacks."""
         if self._metrics:
             line = self._metrics.append(metrics, step=step)
             for callback in self.callbacks:
                 callback(step, line)
 
     def log_dataset(self, name: str, *, digest: str, source: str, context: str) -> None:
-        """Records input data, by a digest that align computed."""
+        """Records an input data set with its digest."""
         data = Dataset(redacted(name), digest, redacted(source), context)
         self.record.change(datasets=(*dict.fromkeys((*self.record.facts.datasets, data)),))
 
     def log_files(self, files: Iterable[InputEntry]) -> None:
-        """Records the data files that a cache is made of."""
+        """Records the data files of a cache."""
         for one in files:
             self.log_dataset(one.name, digest=one.sha256, source=one.name, context="reference")
 
     def log_artifact(self, path: Path) -> None:
-        """Records a file or folder to keep with the run; again when it has changed.
+        """Records a file or folder for upload; call it again after a change.
 
-        A file elsewhere is copied into the run.
+        A file outside the run's folder is copied into it.
         """
         if not self.record.facts.stores:
             return
@@ -275,26 +274,26 @@ class Run:
         self.record.log_file(whole)
 
     def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:
-        """Records the path of the model that this run made; the model itself stays there."""
+        """Records the path of the trained model; the model itself is not uploaded."""
         model = {redacted(str(folder.absolute())): dict(tags)}
         self.record.change(models={**self.record.facts.models, **model})
 
     def describe(self, text: str) -> None:
-        """Records what a store shows beside the run; only the first call counts."""
+        """Records a description of the run; only the first call counts."""
         self.record.change(description=self.record.facts.description or redacted(text))
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Sets tags to search by."""
+        """Sets tags, by which stores can be searched."""
         values = {name: redacted(value) for name, value in tags.items()}
         self.record.change(tags={**self.record.facts.tags, **values})
 
     def begin_sending(self) -> None:
-        """Lets the uploaders import libraries and send, beside the work."""
+        """Allows the uploaders to import libraries and to send."""
         for uploader in self.uploaders:
             uploader.begin()
 
     def sync(self) -> None:
-        """Makes every line durable; call it before a checkpoint is saved."""
+        """Makes all metrics lines durable; call it before saving a checkpoint."""
         if self._metrics:
             self._metrics.sync()
 
@@ -309,7 +308,7 @@ class Run:
                 with closing(metrics):
                     metrics.sync()
             self.record.change(status=status, ended_ms=now_ms())
-        finally:  # also where the disk is full
+        finally:  # also if the disk is full
             for uploader in self.uploaders:
                 uploader.end()
             with self._quiet:
@@ -321,8 +320,8 @@ class Run:
 class Uploader:
     """A thread that sends runs to one tracker every second, and waits a minute after a failure.
 
-    It begins when it is asked to, or after `FIRST_STEP_SECONDS`. The command's own run is first,
-    and its first failure is a warning; an earlier run that fails stays for the next command.
+    It starts at `begin`, or after `FIRST_STEP_SECONDS`. The command's own run is sent first, and
+    its first failure is a warning; an earlier run that fails waits for the next command.
     """
 
     def __init__(self, senders: Sequence[Sender], command: str) -> None:
@@ -335,21 +334,21 @@ class Uploader:
         self.thread.start()
 
     def begin(self) -> None:
-        """Sends from now on."""
+        """Starts sending."""
         self._may_begin.set()
 
     def end(self) -> None:
-        """Sends the rest; returns once the library is imported, which waits for no store."""
+        """Requests the final upload; returns once the library is imported, without network."""
         self._is_over.set()
         self._may_begin.set()
         self._is_loaded.wait()
 
     def join(self, seconds: float) -> None:
-        """Waits so long for the rest to be sent; the record has what is not."""
+        """Waits up to `seconds` for the final upload; unsent data stays in the record."""
         self.thread.join(seconds)
         if not self._sender.is_complete:
-            self._warn("did not take all in time")
-        if self.thread.is_alive():  # the locks of the runs may be given back from now on
+            self._warn("did not receive everything in time")
+        if self.thread.is_alive():  # the locks of the runs may be released from now on
             self._earlier.clear()
             for sender in self._senders:
                 sender.record.release()
@@ -359,7 +358,7 @@ class Uploader:
         took = retry_at = 0.0
         while True:
             is_over = self._is_over.is_set()
-            # At the end a store that refused at once is asked again; one that hung is not.
+            # At the end, a store that failed quickly is tried again; one that hung is not.
             if time.monotonic() >= retry_at or (is_over and took < QUICK_SECONDS):
                 started = time.monotonic()
                 try:
@@ -367,12 +366,12 @@ class Uploader:
                         self._sender.load()
                     finally:
                         self._is_loaded.set()
-                    started = time.monotonic()  # an import takes seconds whatever the store does
+                    started = time.monotonic()  # without the import, which takes seconds
                     self._sender.send()
-                    # At its end, what is left of the own run is first again.
+                    # Once the run ends, the rest of it is sent before more earlier runs.
                     while self._earlier and self._is_over.is_set() == is_over:
                         self._send_earlier(self._earlier.pop(0))
-                except Exception as error:  # whatever the library of a tracker raises
+                except Exception as error:  # a tracker's library may raise any type
                     took = time.monotonic() - started
                     retry_at = time.monotonic() + RETRY_SECONDS
                     self._warn(f"failed: {reason_of(error)}")
@@ -384,13 +383,13 @@ class Uploader:
     def _send_earlier(self, sender: Sender) -> None:
         try:
             sender.send()
-        except Exception:  # likewise; its own command has warned of it
+        except Exception:  # as above; its own command has logged a warning
             logger.debug("%s", redacted(traceback.format_exc()))
 
     def _warn(self, what: str) -> None:
         if not self._has_warned:
             logger.warning(
-                "%s %s. The work continues; `%s` sends what is still missing at its end.",
+                "%s %s. The run continues; after its end, `%s` sends the missing data.",
                 self._sender.place,
                 what,
                 self._command,
@@ -399,40 +398,40 @@ class Uploader:
 
 
 class Sender:
-    """Brings one tracker up to date with one run; doing it twice is doing it once."""
+    """Sends the missing data of one run to one tracker; repeating it changes nothing."""
 
     def __init__(self, name: str, address: str, record: RunRecord) -> None:
         self.name, self.record = name, record
-        self.numbers = 0  # sent by this object
-        self.is_complete = False  # the tracker has all of an ended run
+        self.numbers = 0  # numbers sent by this object
+        self.is_complete = False  # whether the run has ended and the tracker has all of it
         self._address = address
         self._tracker: Tracker | None = None
-        self._has_begun = False
+        self._is_open = False  # whether `begin` and all later calls have succeeded
         self._labels: object = None
 
     @property
     def place(self) -> str:
-        """The store for messages; the secrets of its address are masked wherever they are then."""
+        """The store's name for messages; registers the secrets of its address for masking."""
         mask_secrets_of(self._address)
         address = masked_address(self._address) if "://" in self._address else self._address
         return f"{tracker_of(self.name).title} at {address}"
 
     def load(self) -> Tracker:
-        """Imports the library; asks the store nothing."""
+        """Imports the library, without contacting the store."""
         self._tracker = self._tracker or tracker_of(self.name)(self._address)
         return self._tracker
 
     def send(self) -> None:
-        """Sends what is missing; raises what the store raises, and resumes there next time."""
+        """Sends the missing data; after an error, the next call resumes where this one stopped."""
         if self.is_complete:
             return
         tracker, record = self.load(), self.record
-        facts = record.facts  # with a status in it, no line or file is added after this
+        facts = record.facts  # if it has a status, no line or file is added later
         sent = record.sent(self.name)
-        has_begun, self._has_begun = self._has_begun, False  # until all calls have succeeded
-        if not has_begun:
+        is_open, self._is_open = self._is_open, False
+        if not is_open:
             if sent.run_id and not tracker.has(facts, sent.run_id):
-                sent = Sent()  # the store lost it, so it is sent again from the first line
+                sent = Sent()  # the store lost the run, so all of it is sent again
             elif record.is_sent(self.name):
                 self.is_complete = True
                 return
@@ -459,7 +458,7 @@ class Sender:
             tracker.close(facts)
             self._keep(replace(sent, status=facts.status))
             self.is_complete = True
-        self._has_begun = True
+        self._is_open = True
 
     def _keep(self, sent: Sent) -> Sent:
         self.record.keep_sent(self.name, sent)
@@ -467,8 +466,8 @@ class Sender:
 
 
 def reason_of(error: BaseException) -> str:
-    """A store's error, in one line and without secrets."""
+    """The first line of a store's error, without secrets."""
     text = redacted(str(error).strip()) or type(error).__name__
-    if isinstance(error, StorageError):  # our own: all of it is useful
+    if isinstance(error, StorageError):  # our own messages are kept whole
         return text.rstrip(".")
     return shown(text.partition("\n")[0])[:200].rstrip(".")

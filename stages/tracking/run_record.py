@@ -1,7 +1,7 @@
-"""The record of a run on disk: `run.json`, and in `sent.json` how much of it each tracker has.
+"""The record of a run on disk: `run.json`, and `sent.json` with the data that trackers have.
 
-The numbers are in metrics.jsonl. A training has these files in its own folder; any other run has
-a folder in the outbox of the cache or sweep that it makes, until every tracker has all of it.
+The metrics are in metrics.jsonl. A training has these files in its own folder. Any other run has a
+folder in the outbox of the cache or sweep that it writes, until every tracker has everything.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from ..storage.run.run_folder import RunFolder
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 OUTBOX = "_align/outbox"  # in the folder of a cache or sweep
-COPIES = "_align/artifacts"  # of files from elsewhere that a run logs
+COPIES = "_align/artifacts"  # copies of logged files from outside the run's folder
 OUTBOX_NAME = re.compile(r"[0-9]{13}-[0-9a-f]{8}")  # sorts by time
 
 KEY_TAG = "align.run_key"  # finds a run whose id the store never returned
-PARENT_TAG = "align.parent"  # the key of the run that a run belongs to
+PARENT_TAG = "align.parent"  # the key of the parent run
 REPLACES_TAG = "align.replaces"  # the key of the run that this one replaces
-NUMBERS_TAG = "align.numbers_of"  # a digest of the settings that the numbers of a run depend on
+NUMBERS_TAG = "align.numbers_of"  # a digest of the settings that decide a run's metrics
 GROUP_TAG = "align.sweep"  # the sweep's folder
-ROUNDS_TAG = "align.rounds"  # likewise the folder of rounds
+ROUNDS_TAG = "align.rounds"  # the folder of the rounds
 TRIAL_TAG = "align.trial"  # the name of a training in its sweep
 ROUND_TAG = "align.round"  # the number of a round
-WARNINGS_TAG = "align.warnings"  # the warnings about a training, or "nothing"
+WARNINGS_TAG = "align.warnings"  # the warnings of a training, or "nothing"
 
 
 @dataclass(frozen=True)
 class Store:
-    """Where a tracker keeps a run."""
+    """The store of a tracker."""
 
     address: str  # without secrets
     experiment: str = "align"
@@ -52,7 +52,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Data that went into a run."""
+    """An input data set of a run."""
 
     name: str
     digest: str
@@ -62,34 +62,34 @@ class Dataset:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The content of run.json: all that a tracker is sent of a run but its metrics."""
+    """The content of run.json: everything that a tracker gets, except the metrics."""
 
     key: str = ""
     name: str = ""
     began_ms: int = 0
     ended_ms: int = 0
-    status: str = ""  # empty while it runs
+    status: str = ""  # empty while the run is active
     description: str = ""  # Markdown
     stores: dict[str, Store] = field(default_factory=dict)  # by tracker
     params: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     datasets: tuple[Dataset, ...] = ()
-    files: dict[str, int] = field(default_factory=dict)  # path, and when it was logged
-    models: dict[str, dict[str, str]] = field(default_factory=dict)  # path, and tags
+    files: dict[str, int] = field(default_factory=dict)  # path -> time when it was logged, in ns
+    models: dict[str, dict[str, str]] = field(default_factory=dict)  # path -> tags
 
     def data(self) -> dict[str, str]:
-        """Its data sets in words, by digest."""
+        """A text per data set, by digest."""
         return {one.digest: f"{one.name}, {one.context}, {one.source}" for one in self.datasets}
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What one tracker has of a run; less than it has costs a repetition, which adds nothing."""
+    """The data of a run that one tracker has, or less: sending data twice changes nothing."""
 
     run_id: str = ""  # in the store
-    offset: int = 0  # into metrics.jsonl, in bytes
+    offset: int = 0  # byte offset in metrics.jsonl
     files: dict[str, int] = field(default_factory=dict)
-    status: str = ""  # set once it has everything
+    status: str = ""  # set once the tracker has everything
 
 
 @dataclass(frozen=True)
@@ -102,53 +102,53 @@ class SentFile:
 FACTS = Records(
     RunFacts,
     remedy=(
-        "Remove it: trackers then do not get the rest of the run, and a training that resumes is "
-        "recorded as a new run."
+        "Remove it: trackers then miss the rest of the run, and a resumed training becomes a new "
+        "run."
     ),
 )
 
 
 class RunRecord:
-    """run.json and sent.json of a run; its owner writes both, a thread per tracker the second."""
+    """run.json, written by the run's owner, and sent.json, written by a thread per tracker."""
 
     def __init__(self, folder: RunFolder, facts: RunFacts, *, is_kept: bool = True) -> None:
         self.folder = folder
         self.facts = facts
-        self._is_kept = is_kept  # else nothing is written
+        self._is_kept = is_kept  # whether anything is written to disk
         self._sent: dict[str, Sent] = {}
         self._is_released = False
         self._lock = threading.Lock()
 
     @staticmethod
     def new(folder: RunFolder, name: str) -> RunRecord:
-        """The record of a run that begins; it is written with the first change."""
-        fs.unlink(folder.sent)  # it may be of a record that somebody has removed
+        """The record of a new run; it is written at its first change."""
+        fs.unlink(folder.sent)  # it may belong to an earlier record that was removed
         return RunRecord(folder, RunFacts(secrets.token_hex(8), name, now_ms()))
 
     @staticmethod
     def find(folder: RunFolder) -> RunRecord | None:
-        """The record of a run, if it has one."""
+        """The record of a run, or None."""
         facts = FACTS.find(folder.run_record)
         if facts is None:
             return None
         record = RunRecord(folder, facts)
-        with suppress(FileNotFoundError, CodecError):  # lost: all is sent again
+        with suppress(FileNotFoundError, CodecError):  # without it everything is sent again
             record._sent = from_json(SentFile, folder.sent.read_bytes()).trackers
         return record
 
     def change(self, **values: Any) -> None:
-        """Replaces facts, durably."""
+        """Replaces facts and writes them durably."""
         facts = dataclasses.replace(self.facts, **values)
         if self._is_kept and (facts != self.facts or not self.folder.run_record.exists()):
             FACTS.replace(self.folder.run_record, facts)
         self.facts = facts
 
     def sent(self, tracker: str) -> Sent:
-        """What a tracker has."""
+        """The data that a tracker has."""
         return self._sent.get(tracker, Sent())
 
     def keep_sent(self, tracker: str, sent: Sent) -> None:
-        """Notes durably what a tracker has."""
+        """Records durably which data a tracker has."""
         with self._lock:
             if self._is_released:
                 raise StorageError(f"{self.folder.root}: its command has ended")
@@ -157,12 +157,12 @@ class RunRecord:
                 fs.publish(self.folder.sent, to_json(SentFile(self._sent)).encode())
 
     def release(self) -> None:
-        """Ends all notes of what trackers have: another process may own the run from now on."""
+        """Ends all writes to sent.json, because another process may own the run from now on."""
         with self._lock:
             self._is_released = True
 
     def unsent_files(self, sent: Sent) -> list[tuple[str, int]]:
-        """The files of the run that a tracker does not have as they were last logged."""
+        """The files whose last logged version a tracker does not have."""
         return [
             (name, logged)
             for name, logged in self.facts.files.items()
@@ -170,27 +170,27 @@ class RunRecord:
         ]
 
     def log_file(self, path: Path) -> None:
-        """Adds a file or folder of the run, or marks it as changed."""
+        """Adds a file or folder to the run, or marks it as changed."""
         name = path.relative_to(self.folder.root.absolute()).as_posix()
         self.change(files={**self.facts.files, name: time.time_ns()})
 
     def is_sent(self, tracker: str) -> bool:
-        """Whether a tracker has all of a run that has ended."""
+        """Whether the run has ended and a tracker has all of it."""
         sent = self.sent(tracker)
         has_ended = bool(self.facts.status) and sent.status == self.facts.status
         return has_ended and not self.unsent_files(sent)
 
     def add_stores(self, stores: Mapping[str, Store]) -> None:
-        """Adds trackers; one whose store changed has nothing there yet."""
+        """Adds trackers; a tracker with a new address has no data yet."""
         for tracker, store in stores.items():
             if self.facts.stores.get(tracker, store).address != store.address:
                 self.keep_sent(tracker, Sent())
         self.change(stores={**self.facts.stores, **stores})
 
     def resume(self, kept: Sequence[Line]) -> None:
-        """The run goes on, and metrics.jsonl is cut back to these of its lines.
+        """Marks the run as active again, with only these lines of metrics.jsonl.
 
-        If a damaged line among them is cut out, offsets are void, and all lines are sent again.
+        If a damaged line before them is dropped, offsets are void and all lines are sent again.
         """
         size = sum(len(line.text) for line in kept)
         is_prefix = not kept or kept[-1].end == size
@@ -200,11 +200,11 @@ class RunRecord:
         self.change(status="", ended_ms=0)
 
     def replace_run(self, numbers: str, *, keeps_facts: bool) -> None:
-        """Begins another run for trackers, since the numbers of this one would be other ones."""
+        """Starts a new run in the trackers, because other settings change the metrics."""
         before, kept = self.facts, self.facts
         if not keeps_facts:
             kept = RunFacts(name=before.name, began_ms=now_ms(), stores=before.stores)
-        fs.unlink(self.folder.sent)  # first: what it says is of the run before
+        fs.unlink(self.folder.sent)  # first, because it belongs to the replaced run
         self._sent = {}
         tags = {**kept.tags, REPLACES_TAG: before.key, NUMBERS_TAG: numbers}
         self.facts = dataclasses.replace(kept, key=secrets.token_hex(8), tags=tags)
@@ -217,14 +217,14 @@ def now_ms() -> int:
 
 
 def new_outbox_folder(home: Path) -> RunFolder:
-    """Makes the folder of a run in the outbox of a cache or sweep."""
+    """Creates the folder of a run in the outbox of a cache or sweep."""
     folder = RunFolder(home / OUTBOX / f"{now_ms():013d}-{secrets.token_hex(4)}")
     make_place(folder.root, folder.private)
     return folder
 
 
 def outbox_folders(home: Path) -> list[RunFolder]:
-    """The folders in an outbox, the oldest first; a process that was killed may have left one."""
+    """The folders in an outbox, the oldest first, also those of killed processes."""
     found = home.glob(f"{OUTBOX}/*")
     return [RunFolder(path) for path in sorted(found) if OUTBOX_NAME.fullmatch(path.name)]
 
@@ -235,8 +235,8 @@ def unsent_runs(home: Path) -> list[RunFolder]:
 
 
 def remove_sent(folder: RunFolder) -> None:
-    """Removes a run from its outbox if all trackers have it; no lock in it may be held."""
-    with log_failure("A run that was sent whole stays in the outbox"):
+    """Removes a run from its outbox if all trackers have it; it must not be locked."""
+    with log_failure("A run that was sent completely stays in the outbox"):
         record = RunRecord.find(folder)
         if record is None:  # a process was killed before it wrote one
             fs.remove_tree(folder.root)
@@ -246,6 +246,6 @@ def remove_sent(folder: RunFolder) -> None:
 
 
 def remove_empty_outbox(home: Path) -> None:
-    """Removes an outbox with nothing in it; only a process that is alone in `home` may."""
-    with suppress(OSError):  # there is none, or it has a run
+    """Removes an empty outbox; only for a process that is alone in `home`."""
+    with suppress(OSError):  # it does not exist, or has a run
         (home / OUTBOX).rmdir()

@@ -1,7 +1,7 @@
-"""The name and the description of a run, safe to show whatever its files are called.
+"""The name and the description of a run.
 
-Both are made of names that others chose: control characters are escaped, secrets are masked, and
-what a page would take for markup is shown as it is.
+Both contain file names, so control characters are escaped, secrets are masked, and Markdown in a
+name is shown as text.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from ...schemas.safe_text import bare_address, redacted, safe
 
 SEPARATOR = " · "
 LONGEST_PART = 40
-_ROLES = ("model", "merged", "run")  # of a run, or a round: its own name says more
-_DIGEST = re.compile(r"[0-9a-f]{40}")  # a snapshot in the cache of the Hugging Face hub
+_ROLES = ("model", "merged", "run")  # folders of every run; their parents distinguish the models
+_DIGEST = re.compile(r"[0-9a-f]{40}")  # a snapshot in the Hugging Face cache
 _ENDING = re.compile(
     r"\.(parquet|arrow|feather|ipc|(jsonl|ndjson|json|csv|tsv)(\.gz|\.zst)?)$", re.IGNORECASE
 )
 
 
 def run_name(model: str, made_by: str, data: str) -> str:
-    """The model by its path, what was done with it and the data, those that are known."""
+    """The name of a run: its model, method and data, without those that are empty."""
     return SEPARATOR.join(filter(None, (model_name(model), _short(made_by), data)))
 
 
 def model_name(path: str) -> str:
-    """The last part of a path that tells the model from others."""
+    """The last part of a path that distinguishes the model from others."""
     parts = [part for part in _bare(path).split("/") if part not in ("", ".", "..")]
     if len(parts) > 2 and parts[-2] == "snapshots" and _DIGEST.fullmatch(parts[-1]):
         return _short(parts[-3].rpartition("--")[2])
@@ -36,7 +36,7 @@ def model_name(path: str) -> str:
 
 
 def data_name(files: Sequence[str]) -> str:
-    """The first file without its folder and ending, and how many others there are."""
+    """The first file without folder and extension, and the number of other files."""
     if not files:
         return ""
     last = _bare(files[0]).rstrip("/").rpartition("/")[2]
@@ -45,13 +45,13 @@ def data_name(files: Sequence[str]) -> str:
 
 
 def description(sentence: str, facts: Mapping[str, object]) -> str:
-    """A sentence and a list, in Markdown; facts that are empty are left out."""
+    """A sentence and a Markdown list; empty facts are left out."""
     known = [f"- {name}: {quoted(str(value))}" for name, value in facts.items() if str(value)]
     return "\n".join([sentence, "", *known])
 
 
 def quoted(text: str) -> str:
-    """The text as code, in which nothing is markup; a longer fence encloses its own backticks."""
+    """The text as inline code, so that it has no markup; the fence is longer than its backticks."""
     plain = " ".join(safe(text).split())
     fence = "`" * (1 + max(map(len, re.findall("`+", plain)), default=0))
     space = " " if "`" in plain else ""
@@ -63,6 +63,6 @@ def _bare(path: str) -> str:
 
 
 def _short(name: str) -> str:
-    """One line, and no longer than a part of a name may be."""
+    """The text as one line, cut to the longest part of a name."""
     plain = " ".join(safe(name).split())
     return plain if len(plain) <= LONGEST_PART else f"{plain[: LONGEST_PART - 1].rstrip()}…"

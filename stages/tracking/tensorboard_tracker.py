@@ -1,4 +1,4 @@
-"""TensorBoard as a tracker: event files in the folder of the run."""
+"""The TensorBoard tracker: event files in the run's folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDER = "tensorboard"  # in the folder of the run
 
 
 class TensorboardTracker(Tracker):
-    """A run as a folder with an event file per start, whose first event hides what it repeats."""
+    """A folder with an event file per start; a later file hides the steps that it repeats."""
 
     title = "TensorBoard"
     named_by = "the folder tensorboard of the run"
@@ -30,25 +30,25 @@ class TensorboardTracker(Tracker):
 
     @staticmethod
     def address_of(options: TrackingOptions, home: Path) -> str:
-        """The folder in that of the run."""
+        """The folder of the event files, in the run's folder."""
         return str(home.absolute() / FOLDER)
 
     @staticmethod
     def plain_address(address: str) -> str:
-        """It goes where the run's folder goes."""
+        """The folder relative to the run's, so that a run can be moved."""
         return FOLDER
 
     def has(self, facts: RunFacts, run_id: str) -> bool:
-        """Whether nobody has removed the folder."""
+        """Whether the folder still exists."""
         return (Path(self.address) / run_id).is_dir()
 
     def begin(self, facts: RunFacts, sent: Sent, metrics: Path) -> Sent:
-        """Begins a file of events, from the last step on that may be there already."""
+        """Opens a new event file, from the last step that may be written already."""
         if self._writer:
             self._writer.close()
         before = [line for line in read_metrics(metrics) if line.end <= sent.offset]
         step = before[-1].step if before else 0
-        # Lines are hidden by their step, so all lines of that step are sent again.
+        # `purge_step` hides whole steps, so all lines of that step are sent again.
         offset = max((line.end for line in before if line.step < step), default=0)
         run_id = f"{re.sub(r'[^A-Za-z0-9_.]+', '-', facts.name).strip('-.')[:100]}-{facts.key}"
         folder = str(Path(self.address) / run_id)
@@ -56,14 +56,14 @@ class TensorboardTracker(Tracker):
         return Sent(run_id, offset, sent.files)
 
     def log(self, lines: Sequence[MetricsLine]) -> None:
-        """Every number, at its step and time."""
+        """Writes every number at its step and time."""
         for line in lines:
             for name, value in line.metrics.items():
                 self._writer.add_scalar(name, value, line.step, walltime=line.time)
         self._writer.flush()
 
     def label(self, facts: RunFacts) -> None:
-        """Parameters as hyperparameters, and everything as texts."""
+        """Writes the parameters as hyperparameters, and everything as text."""
         tables = {"settings": facts.params, "tags": facts.tags, "data": facts.data()}
         models = {
             folder: ", ".join(f"{k} {v}" for k, v in tags.items())
@@ -73,8 +73,7 @@ class TensorboardTracker(Tracker):
         texts |= {"description": facts.description, "status": facts.status or "RUNNING"}
         for name, text in texts.items():
             self._writer.add_text(name, text)
-        # A reader keeps the first hyperparameters that it meets, so none are written before they
-        # are known.
+        # TensorBoard shows only the first hyperparameters, so empty ones are not written.
         if settings := {name: typed(value) for name, value in facts.params.items()}:
             summary = importlib.import_module("torch.utils.tensorboard.summary")
             experiment, start, end = summary.hparams(settings, {})
@@ -83,13 +82,13 @@ class TensorboardTracker(Tracker):
         self._writer.flush()
 
     def close(self, facts: RunFacts) -> None:
-        """Closes the file."""
+        """Closes the event file."""
         self._writer.close()
         self._writer = None
 
 
 def table(rows: Mapping[str, str]) -> str:
-    """Two columns of Markdown, with signs that would be markup written as HTML has them."""
+    """A Markdown table of two columns, with markup characters as HTML entities."""
     escaped = {"\n": "&#10;", "\r": "&#13;", **{sign: f"&#{ord(sign)};" for sign in "|\\`*_<>[]"}}
     change = str.maketrans({"&": "&amp;", **escaped})
     lines = [

@@ -1,4 +1,4 @@
-"""Weights & Biases as a tracker: online where somebody is logged in, else an offline run."""
+"""The Weights & Biases tracker: online if the user is logged in, else an offline run."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .metrics_log import MetricsLine
 from .run_record import GROUP_TAG, ROUNDS_TAG, RunFacts, Sent
 from .tracker import Tracker, typed
 
-FOLDER = "wandb"  # in the folder of the run, or in WANDB_DIR; wandb names it so
-FILES = "align"  # among the files of the run, whose config.yaml is W&B's own
-INIT_SECONDS, FINISH_SECONDS = 15.0, 30.0  # of a server that does not answer
-MODEL_SECONDS = 6 * 3600.0  # to upload a model
-FLUSH_SECONDS = 1.0  # `wandb beta sync --live` reads what is flushed
-OPEN_RUNS: dict[str, Any] = {}  # wandb's objects by key: one process cannot open a run twice
+FOLDER = "wandb"  # wandb's own name; in the run's folder, or in WANDB_DIR
+FILES = "align"  # folder of our files in the run, because config.yaml is W&B's own
+INIT_SECONDS, FINISH_SECONDS = 15.0, 30.0  # timeouts for a server that does not answer
+MODEL_SECONDS = 6 * 3600.0  # timeout for uploading a model
+FLUSH_SECONDS = 1.0  # `wandb beta sync --live` reads only flushed data
+OPEN_RUNS: dict[str, Any] = {}  # wandb runs by key, because a process cannot open a run twice
 
 
 class WandbTracker(Tracker):
-    """A run of W&B under its key; W&B's own step is made of the line's, so none is there twice."""
+    """A W&B run with the run's key as its id; W&B's step is computed from the line's step."""
 
     title = "Weights & Biases"
     named_by = "the folder wandb of the run or of WANDB_DIR; WANDB_MODE must not be disabled"
@@ -48,22 +48,22 @@ class WandbTracker(Tracker):
 
     @staticmethod
     def address_of(options: TrackingOptions, home: Path) -> str:
-        """The folder of wandb's files; none where wandb is disabled."""
+        """The folder of wandb's files; empty if wandb is disabled."""
         if os.environ.get("WANDB_MODE") == "disabled":
             return ""
         return str(Path(os.environ.get("WANDB_DIR") or home).absolute() / FOLDER)
 
     @staticmethod
     def plain_address(address: str) -> str:
-        """It goes where the run's folder goes, unless WANDB_DIR names another."""
+        """The folder relative to the run's, unless WANDB_DIR names another."""
         return address if os.environ.get("WANDB_DIR") else FOLDER
 
     def has(self, facts: RunFacts, run_id: str) -> bool:
-        """Whether nobody has removed the files of an offline run; a server resumes any."""
+        """Whether the files of an offline run still exist; an online run can always be resumed."""
         return _mode() == "online" or bool(self._folders(facts))
 
     def begin(self, facts: RunFacts, sent: Sent, metrics: Path) -> Sent:
-        """Resumes the run of that key on a server; an offline run is written anew."""
+        """Resumes the run with this key on the server; an offline run is written from the start."""
         self._facts = facts
         self._abandon(facts)
         if _mode() == "offline":
@@ -75,10 +75,10 @@ class WandbTracker(Tracker):
             root_dir=str(Path(self.address).parent),
             init_timeout=INIT_SECONDS,
             finish_timeout=self._finish_seconds,
-            finish_timeout_raises=True,  # else what a server did not take would count as sent
+            finish_timeout_raises=True,  # else data that did not arrive would count as sent
             silent=True,
             console="off",
-            host="-",  # nothing of the machine is recorded
+            host="-",  # no data about the machine is recorded
             disable_git=True,
             disable_code=True,
             save_code=False,
@@ -100,23 +100,23 @@ class WandbTracker(Tracker):
                 group=Path(group).name or None,
                 job_type=facts.tags.get("align.stage") or None,
                 settings=settings,
-                reinit="create_new",  # beside a run that somebody else has open here
+                reinit="create_new",  # the user's own code may have another run open
             )
         except Exception:
-            # Its service would take the run for one that is in use. But all runs of the process
-            # share it, also the user's own: beside an open one, `align mlflow-sync` sends this one.
+            # wandb's service would treat the run as one in use, so it is shut down, unless the
+            # user's own code has a run open in it. Then `align mlflow-sync` sends this run later.
             if self._wandb.sdk.wandb_setup.singleton().most_recent_active_run is None:
                 self._tear_down()
             raise
         OPEN_RUNS[facts.key] = self._run
         self._run.define_metric("*", step_metric="step")
         self._step, self._first_step = -1, self._run.starting_step
-        # All lines come again, and those that the server has are passed over. So do all files:
-        # what was noted as sent may only have waited in a process that was killed.
+        # All lines and files are sent again, because data that was noted as sent may have waited
+        # in a process that was killed. `log` skips the lines that the server has.
         return Sent(facts.key)
 
     def log(self, lines: Sequence[MetricsLine]) -> None:
-        """A row for each line. The server drops a row whose own step does not rise."""
+        """Sends a row per line, with rising steps, because the server drops any other row."""
         for line in lines:
             self._step = max(self._step + 1, 4 * line.step + 2 * line.is_eval)
             if self._step >= self._first_step:
@@ -124,18 +124,19 @@ class WandbTracker(Tracker):
                 self._run.log(row, step=self._step, commit=True)
 
     def label(self, facts: RunFacts) -> None:
-        """Everything as config, by which W&B filters."""
+        """Writes everything into the config, by which W&B filters runs."""
         own = {"status": facts.status or "RUNNING", "tags": facts.tags, "data": facts.data()}
         params = {name: typed(value) for name, value in facts.params.items()}
         config = {**params, FILES: {**own, "models": facts.models}}
         self._run.config.update(config, allow_val_change=True)
-        if facts.description and not self._run.notes:  # else they may have been edited there
+        if facts.description and not self._run.notes:  # the user may have edited them in W&B
             self._run.notes = facts.description
 
     def file(self, path: Path, folder: str) -> None:
-        """A copy among the files of the run, which takes no room where there can be links.
+        """Links or copies a file or folder into the files of the run.
 
-        Only a model is a folder: it may take long, and a run has its time from its start on.
+        Only a model is a folder. Its upload may take hours, and a run's timeout is fixed at its
+        start, so the run is closed and opened again with a longer one.
         """
         if path.is_dir() and _mode() == "online" and self._finish_seconds < MODEL_SECONDS:
             self._finish_seconds = MODEL_SECONDS
@@ -153,22 +154,22 @@ class WandbTracker(Tracker):
                 self._run.save(glob.escape(str(target)), base_path=self._run.dir, policy="now")
 
     def close(self, facts: RunFacts) -> None:
-        """Ends the run; W&B knows only runs that finished and that failed."""
+        """Ends the run; W&B has only the statuses finished and failed."""
         self._run.finish(exit_code=0 if facts.status == "FINISHED" else 1)
         OPEN_RUNS.pop(facts.key, None)
 
     def _abandon(self, facts: RunFacts) -> None:
-        """Closes the run if a call of it has failed in this process."""
+        """Closes the run if one of its calls has failed in this process."""
         if run := OPEN_RUNS.pop(facts.key, None):
             try:
-                with suppress(TimeoutError):  # what it lost comes again
+                with suppress(TimeoutError):  # lost data is sent again
                     run.finish(exit_code=1)
-            except ConnectionError:  # wandb's service has died, and with it all that it had open
-                OPEN_RUNS.clear()  # else each of them would end the next service
+            except ConnectionError:  # wandb's service has died, with all its runs
+                OPEN_RUNS.clear()  # closing them would end the next service
                 self._tear_down()
 
     def _tear_down(self) -> None:
-        with suppress(ConnectionError, SystemExit):  # of a service that has died
+        with suppress(ConnectionError, SystemExit):  # the service may have died
             self._wandb.teardown()
 
     def _folders(self, facts: RunFacts) -> list[Path]:
@@ -176,9 +177,9 @@ class WandbTracker(Tracker):
 
 
 def _mode() -> str:
-    """WANDB_MODE, else online where wandb finds a key, as in ~/.netrc after `wandb login`."""
+    """WANDB_MODE, else online if wandb finds a key, such as that of `wandb login` in ~/.netrc."""
     if mode := os.environ.get("WANDB_MODE"):
-        return {"dryrun": "offline", "run": "online"}.get(mode, mode)  # older words of wandb
+        return {"dryrun": "offline", "run": "online"}.get(mode, mode)  # wandb's older names
     server = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
     with suppress(OSError, netrc.NetrcParseError):
         if netrc.netrc(os.environ.get("NETRC")).authenticators(server):

@@ -212,7 +212,7 @@ class Steps:
         synchronize()
         self.ends.append((time.perf_counter(), time.process_time()))
 
-    def say(self, _):
+    def log(self, _):
         pass
 
     def end(self):

@@ -1,4 +1,4 @@
-"""The small tracker that docs/extending.md shows, and what its store was told."""
+"""The small tracker that docs/extending.md shows, and its store."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from types import ModuleType
 
 from align.stages.tracking import tracker
 from support.pages import page, programs_under
-from support.tracker_contract import Told
+from support.tracker_contract import StoredRun
 
 PAGE = ("docs/extending.md", "A tracker")
 
@@ -35,14 +35,14 @@ class FileStore:
         self.root = Path(root) / "runs"
         self.address = str(self.root)
 
-    def told(self, run_id):
-        """All that it was told of a run."""
+    def stored(self, run_id):
+        """The run as the store has it."""
         run = self.root / run_id
         labels = _read(run / "labels.json")
         numbers = [number for path in run.glob("metrics/*.json") for number in _read(path)]
         kept = run / "artifacts"
         files = {path.relative_to(kept): path for path in kept.rglob("*") if path.is_file()}
-        return Told(
+        return StoredRun(
             labels["status"],
             labels["params"],
             labels["tags"] | {"note": labels["note"]},

@@ -9,7 +9,7 @@ from align.schemas.config import TrackingOptions
 from align.stages.tracking.mlflow_tracker import MlflowTracker
 from align.stages.tracking.run import recorded
 from align.stages.tracking.run_record import RunRecord, Store
-from support.tracker_contract import Told
+from support.tracker_contract import StoredRun
 
 
 def begun(home, uri, **options):
@@ -85,14 +85,14 @@ class MlflowStore:
         self.path = Path(path)
         self.address = f"sqlite:///{path}"
 
-    def told(self, run_id):
-        """All that it was told of a run."""
+    def stored(self, run_id):
+        """The run as the store has it."""
         client = open_store(self.address)
         run = client.get_run(run_id)
         kept = Path(run.info.artifact_uri)
         files = {path.relative_to(kept): path for path in kept.rglob("*") if path.is_file()}
         tags = [tag for data in run.inputs.dataset_inputs for tag in data.tags]
-        return Told(
+        return StoredRun(
             run.info.status,
             run.data.params,
             run.data.tags,

@@ -20,7 +20,7 @@ class Silent:
     def _hears_nothing(self, *_, **__):
         pass
 
-    say = begin = advance = end = _hears_nothing
+    log = begin = advance = end = _hears_nothing
 
 
 class Acting(Silent):
@@ -40,11 +40,11 @@ class Heard(Silent):
     def __init__(self):
         self.lines = []
 
-    def say(self, line, **_):
+    def log(self, line, **_):
         """Keeps a line, or a task by its name."""
         self.lines.append(line)
 
-    begin = say
+    begin = log
 
     @property
     def row(self):

@@ -10,7 +10,7 @@ from tensorboard.plugins.hparams import metadata
 
 from align.stages.tracking.tensorboard_tracker import FOLDER
 from support.tracked_training import timed
-from support.tracker_contract import Told
+from support.tracker_contract import StoredRun
 
 
 def scalars(run):
@@ -47,12 +47,12 @@ class TensorboardStore:
         self.root = Path(root)
         self.address = str(self.root / FOLDER)
 
-    def told(self, run_id):
-        """All that it was told of a run."""
+    def stored(self, run_id):
+        """The run as the store has it."""
         run = self.root / FOLDER / run_id
         texts = _texts(run)
         rows = {name: _rows(texts.get(name, "")) for name in ("settings", "tags", "data", "models")}
-        return Told(
+        return StoredRun(
             texts["status"],
             rows["settings"],
             rows["tags"] | {"description": texts.get("description", "")},

@@ -21,8 +21,8 @@ FILES = {"config.yaml": "train: {}", "model/inner/card.md": "# a model"}
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a store says of a run."""
+class StoredRun:
+    """A run as a store has it."""
 
     status: str
     params: dict
@@ -76,7 +76,7 @@ class Recorded:
         """Its id in the store."""
         return RunRecord.find(self.folder).sent(self.store.name).run_id
 
-    def require_told(self, **others):
+    def require_stored(self, **others):
         """The store has exactly this run, each number once."""
         facts = RunRecord.find(self.folder).facts
         lines = map(json.loads, self.folder.metrics.read_text().splitlines())
@@ -89,7 +89,7 @@ class Recorded:
             for line in lines
             for name in line.keys() - {"step", "time"}
         ]
-        wanted = Told(
+        expected = StoredRun(
             facts.status,
             facts.params,
             facts.tags | {self.store.description: facts.description},
@@ -98,12 +98,13 @@ class Recorded:
             FILES,
             sorted(facts.models),
         )
-        told = self.store.told(self.run_id)
-        wanted = dataclasses.replace(wanted, **others)
-        told = dataclasses.replace(told, tags={name: told.tags.get(name) for name in wanted.tags})
-        unkept = {name: getattr(told, name) for name in self.store.unkept}
+        stored = self.store.stored(self.run_id)
+        expected = dataclasses.replace(expected, **others)
+        tags = {name: stored.tags.get(name) for name in expected.tags}
+        stored = dataclasses.replace(stored, tags=tags)
+        unkept = {name: getattr(stored, name) for name in self.store.unkept}
         assert not any(unkept.values())
-        assert told == dataclasses.replace(wanted, **unkept)
+        assert stored == dataclasses.replace(expected, **unkept)
 
 
 def killed_after(place, call, number, action):

@@ -12,7 +12,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from align.stages.tracking.wandb_tracker import FILES, FOLDER, OPEN_RUNS
 from support.patience import wait_until
-from support.tracker_contract import Told
+from support.tracker_contract import StoredRun
 
 HEADER, BLOCK = 7, 32768  # of the file and of each chunk; no chunk goes over the end of a block
 WHOLE, FIRST, _, LAST = 1, 2, 3, 4
@@ -82,14 +82,14 @@ class WandbStore:
         self.root = Path(root).absolute()
         self.address = str(self.root / FOLDER)
 
-    def told(self, run_id):
-        """All that it was told of a run."""
+    def stored(self, run_id):
+        """The run as the store has it."""
         file = run_file(self.address, run_id)
         known = config(file)
         own = known.pop(FILES)
         run = [record.run for record in records(file) if record.HasField("run")][-1]
         names = {path.path for record in records(file) for path in record.files.files}
-        return Told(
+        return StoredRun(
             own["status"],
             {name: str(value) for name, value in known.items() if name != "_wandb"},
             own["tags"] | {"notes": run.notes},

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import quote, unquote
 
 from support.patience import PATIENCE, wait_until
-from support.tracker_contract import Told
+from support.tracker_contract import StoredRun
 
 HISTORY = "wandb-history.jsonl"
 OWN = {"step", "_step", "_runtime", "_timestamp", "_wandb"}  # columns of wandb, and the step
@@ -42,12 +42,12 @@ class WandbServer:
             for name in row.keys() - OWN
         )
 
-    def told(self, run_id):
-        """All that it was told of a run that was ended."""
+    def stored(self, run_id):
+        """An ended run as the store has it."""
         wait_until(lambda: run_id in self.exit_codes)
         config = {k: one["value"] for k, one in json.loads(self.runs[run_id]["config"]).items()}
         own = config.pop("align")
-        return Told(
+        return StoredRun(
             own["status"],
             {name: str(value) for name, value in config.items() if name != "_wandb"},
             own["tags"] | {"notes": self.runs[run_id].get("notes")},

@@ -166,10 +166,10 @@ def test_what_is_left_follows_from_what_is_done(monkeypatch):
 
 def test_text_from_data_cannot_steer_the_terminal_or_break_its_encoding_or_tell_a_secret():
     for stream in (Terminal(), io.StringIO()):
-        Progress(stream).say("a\x1b[31mb\nc\rd\u202e\x07 http://me:word@host")
+        Progress(stream).log("a\x1b[31mb\nc\rd\u202e\x07 http://me:word@host")
         assert stream.getvalue() == "a\\u001b[31mb c\\rd\\u202e\\u0007 http://***@host\n"
     narrow = Ascii()
-    Progress(narrow).say("größe")
+    Progress(narrow).log("größe")
     assert narrow.getvalue() == "gr\\xf6\\xdfe\n"
 
 
@@ -177,5 +177,5 @@ def test_a_reader_who_left_does_not_stop_the_work():
     progress = Progress(Gone())
     progress.begin("scoring", total=2, unit="rows")
     progress.advance(2)
-    progress.say("still here")
+    progress.log("still here")
     progress.end()

@@ -49,7 +49,7 @@ def test_a_resumed_run_is_one_with_each_number_at_its_step_and_time(killed, tmp_
     second.finish("FINISHED")
     assert second.run_ids == first.run_ids == {"tensorboard": the_run(folder).name}
     assert scalars(shown) == logged_numbers(folder.root)
-    assert TensorboardStore(folder.root).told(shown.name).status == "FINISHED"
+    assert TensorboardStore(folder.root).stored(shown.name).status == "FINISHED"
     assert hparams(shown) == {"lr": 1e-6, "model": "a|b", "lora": False}
     assert not (folder.root / "mlflow.db").exists()
 

@@ -87,9 +87,9 @@ def test_a_sender_that_is_killed_after_any_call_loses_nothing_and_doubles_nothin
     ):
         assert killed_after(tracker, call, number, run.send), (call, number)
     assert ended(run.send) == 0
-    run.require_told()
+    run.require_stored()
     assert run.send() == 0
-    run.require_told()
+    run.require_stored()
 
 
 @each_tracker
@@ -112,7 +112,7 @@ def test_a_training_that_is_killed_at_drawn_moments_is_one_run_with_each_number_
         last = max(line.step for line in read_metrics(run.folder.metrics))
         saved = max(saved, last - last % 7)
     assert ended(train) == 0
-    run.require_told()
+    run.require_stored()
     assert run.store.run_count() == 1
 
 
@@ -127,15 +127,15 @@ def test_what_was_refused_or_forgotten_is_sent_again_and_is_there_once(run, monk
         with pytest.raises(ConnectionError):
             run.send()
     run.send()
-    run.require_told()
+    run.require_stored()
     run.folder.sent.write_text("[]")
     run.send()
-    run.require_told()
+    run.require_stored()
     run.folder.config.write_text("train: {lr: 1}")
     run.run.log_artifact(run.folder.config)
     run.run.set_tags({"align.stage": "another"})
     run.send()
-    run.require_told(files=FILES | {"config.yaml": "train: {lr: 1}"})
+    run.require_stored(files=FILES | {"config.yaml": "train: {lr: 1}"})
 
 
 @pytest.mark.parametrize("run", [one for one in STORES if one != "wandb online"], indirect=True)
@@ -144,7 +144,7 @@ def test_a_run_that_the_store_has_lost_is_sent_again_from_the_first_line(run):
     sent = run.send()
     run.store.lose(run.run_id)
     assert run.send() == sent == 2 * STEPS + STEPS / 10
-    run.require_told()
+    run.require_stored()
 
 
 @each_tracker
@@ -167,7 +167,7 @@ def test_a_store_that_is_down_costs_one_warning_and_gets_everything_once_it_is_b
     (warning,) = warnings_in(caplog)
     assert run.store.address in warning
     assert f"align mlflow-sync {run.folder.root}" in warning
-    run.require_told()
+    run.require_stored()
 
 
 # Of MLflow's client, in the order in which a run needs them.
@@ -200,11 +200,11 @@ def test_a_kill_after_any_call_to_mlflow_loses_nothing_and_doubles_nothing(run):
         "columns": ["row_id", "tokens", "logp", "completion"],
         "data": [["007", 3.0, -1.5, "1"], ["008", 4.0, None, "=a"]],
     }
-    told = run.store.told(run.run_id)
+    told = run.store.stored(run.run_id)
     assert json.loads(told.files["evaluations/step-00000002.json"]) == drawn
     shown = json.loads(told.tags["mlflow.loggedArtifacts"])
     assert shown == [{"path": "evaluations/step-00000002.json", "type": "table"}]
-    run.require_told(files=told.files)
+    run.require_stored(files=told.files)
     assert len(client.get_run(run.run_id).outputs.model_outputs) == 1
     assert [model.name for model in client.search_logged_models(["1"])] == ["model"]
 
@@ -218,7 +218,7 @@ def test_a_table_that_cannot_be_drawn_is_sent_as_a_file(run, caplog):
     run.run.finish("FINISHED")
     run.send()
     assert table.name in "".join(warnings_in(caplog))
-    run.require_told(files=FILES | {f"{table.parent.name}/{table.name}": table.read_text()})
+    run.require_stored(files=FILES | {f"{table.parent.name}/{table.name}": table.read_text()})
 
 
 def test_every_tracker_gets_all_of_a_run_and_the_run_that_it_belongs_to(
@@ -237,7 +237,7 @@ def test_every_tracker_gets_all_of_a_run_and_the_run_that_it_belongs_to(
         above = parent.run_ids
     assert not unsent_runs(home), "all of it was sent"
     stores = {"mlflow": mlflow_store, "files": files}
-    told = {name: store.told(run.run_ids[name]) for name, store in stores.items()}
+    told = {name: store.stored(run.run_ids[name]) for name, store in stores.items()}
     for one in told.values():
         assert (one.status, one.params) == ("FINISHED", {"lr": "0.1"})
         assert one.tags["align.trial"] == "one"
@@ -271,7 +271,7 @@ def test_a_tracker_that_hangs_holds_no_other_up_and_is_told_later(
     (home / "_align").mkdir(parents=True)
     with recorded(options, home, "precompute-ref") as run:
         run.log_metrics({"rows": 16.0}, step=4)
-    assert mlflow_store.told(run.run_ids["mlflow"]).numbers == [("rows", 4, 16.0)]
+    assert mlflow_store.stored(run.run_ids["mlflow"]).numbers == [("rows", 4, 16.0)]
     (warning,) = warnings_in(caplog)
     assert files.address in warning
     (left,) = unsent_runs(home)
@@ -280,7 +280,7 @@ def test_a_tracker_that_hangs_holds_no_other_up_and_is_told_later(
     kill(run)
     assert not RunRecord.find(left).sent("files").run_id, "nobody locks the run by now"
     synced = {one.tracker: one.run_id for one in sync_runs(home, options)}
-    assert files.told(synced["files"]).numbers == [("rows", 4, 16.0)]
+    assert files.stored(synced["files"]).numbers == [("rows", 4, 16.0)]
     assert not unsent_runs(home)
 
 
