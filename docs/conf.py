@@ -12,7 +12,7 @@ from sphinx.application import Sphinx
 
 from align.cli import app as commands
 from align.pipeline.options.settings import flatten
-from align.pipeline.options.table import COMMANDS, SECTIONS, flag_of
+from align.pipeline.options.settings_table import COMMANDS, SECTIONS, flag_of
 from align.pipeline.options.yaml_values import in_yaml
 from align.schemas.config import Config
 

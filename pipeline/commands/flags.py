@@ -100,7 +100,7 @@ def shared_work(
 
 def takes_several(name: str) -> bool:
     """Whether a sweep takes several values for the flag; a path may contain a comma."""
-    from ..options.table import fields, paths
+    from ..options.settings_table import fields, paths
 
     if name.startswith("method."):
         return True
@@ -111,7 +111,7 @@ def takes_several(name: str) -> bool:
 @cache
 def _parameters(command: str) -> Sequence[Any]:
     """A parameter for each setting and method option, and for --config and --set."""
-    from ..options.table import flag_of, flags_of, word_of
+    from ..options.settings_table import flag_of, flags_of, word_of
 
     flags = {name: _flag(name, word, command) for name, word in flags_of(command).items()}
     flags |= {"--config": ConfigFile, "--set": Sets}
@@ -146,7 +146,7 @@ def _parameters(command: str) -> Sequence[Any]:
 
 def _flag(name: str, word: str, command: str) -> Any:
     """Typer's declaration of a flag; its value is text that is checked with all settings."""
-    from ..options.table import SECTIONS, fields, paths
+    from ..options.settings_table import SECTIONS, fields, paths
 
     field, section = fields()[name], name.partition(".")[0]
     kind: Any = field.annotation

@@ -92,7 +92,7 @@ def _readable() -> Iterator[None]:
     except Exception as error:
         message = getattr(error, "message", None)  # what typer shows
         if isinstance(message, str) and (flag := getattr(error, "option_name", "")):
-            from ..options.table import flag_of, meant_by
+            from ..options.settings_table import flag_of, meant_by
 
             command = getattr(getattr(error, "ctx", None), "info_name", "")
             if meant := [flag_of(name, command) or name for name in meant_by(flag)]:

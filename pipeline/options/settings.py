@@ -17,7 +17,7 @@ from ...schemas.option import wrong_value
 from ...schemas.safe_text import MASK, mask_secrets_of, masked, masked_address
 from ...stages.storage.locations import is_remote
 from ...stages.tracking.tracker import require_trackers
-from .table import COMMANDS, INSTEAD, SECTIONS, fields, flag_of, meant_by, paths, reads
+from .settings_table import COMMANDS, INSTEAD, SECTIONS, fields, flag_of, meant_by, paths, reads
 from .yaml_values import UNREADABLE, from_yaml, in_yaml, to_yaml
 
 if TYPE_CHECKING:

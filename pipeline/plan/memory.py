@@ -35,7 +35,7 @@ from ...stages.model.micro_batch import Kept, UntracedError, head_bytes, kept, u
 from ...stages.model.model_folder import model_config
 from ...stages.model.policy import prepare_for_training
 from ..options.settings import changed, flatten
-from ..options.table import flag_of
+from ..options.settings_table import flag_of
 from .setting_checks import bytes_of
 from .workload import RowShape, Workload, feed_settings, planned_tokens, workload_of
 

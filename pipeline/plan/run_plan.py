@@ -17,7 +17,7 @@ from ...stages.report.text_tables import facts as named
 from ...stages.report.text_tables import grid, heading
 from ..options.first_checks import asked_objective
 from ..options.settings import BY_HAND, Settings, flatten, without_secrets
-from ..options.table import reads
+from ..options.settings_table import reads
 from .memory import (
     INPUTS,
     RECOMPUTE,

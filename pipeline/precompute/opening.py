@@ -28,7 +28,7 @@ from ...stages.storage.disk.digests import user_folder
 from ...stages.storage.locations import is_remote
 from ..jobs.object_inputs import cache_at
 from ..options.settings import flatten
-from ..options.table import settings_to_match
+from ..options.settings_table import settings_to_match
 from ..parts import Part
 from ..ray_actors import require_executor
 

@@ -22,7 +22,7 @@ from ...stages.storage.run.run_folder import RunFolder
 from ..jobs.object_inputs import local_model, with_local_inputs
 from ..options.first_checks import asked_objective
 from ..options.settings import Settings, as_absolute, changed
-from ..options.table import INSTEAD, settings_to_match
+from ..options.settings_table import INSTEAD, settings_to_match
 from ..plan.cache_checks import require_own_samples
 from ..precompute.opening import require_model
 from ..tables.judge import CHECKS, LANGUAGE, require_judge

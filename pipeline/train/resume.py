@@ -30,7 +30,7 @@ from ...stages.storage.disk.locks import lock_of, owner_lock
 from ...stages.storage.run.checkpoints import CHECKPOINTS, damage, whole_checkpoints
 from ...stages.storage.run.run_folder import ENDINGS, RunFolder, read_ending
 from ..options.settings import as_absolute, as_yaml
-from ..options.table import must_match, settings_to_match
+from ..options.settings_table import must_match, settings_to_match
 
 if TYPE_CHECKING:
     from .setup import Run

@@ -25,7 +25,7 @@ from ...stages.tracking.run import recorded, tagged
 from ...stages.tracking.run_record import GROUP_TAG, TRIAL_TAG
 from ...stages.tracking.run_texts import description, run_name
 from ..options.settings import Settings, flatten, instead_of
-from ..options.table import fields, reads
+from ..options.settings_table import fields, reads
 from .load import identify
 from .records import data_of
 from .run_diff import ranking

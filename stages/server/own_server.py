@@ -17,7 +17,7 @@ from pathlib import Path
 from ...schemas.errors import ServerError, UsageError
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")  # JSON in a word of the command is none
-GUARD = Path(__file__).with_name("guard.py")
+GUARD = Path(__file__).with_name("end_with_parent.py")
 HOST = "127.0.0.1"
 BETWEEN_LOOKS = 0.2  # seconds
 LAST_LINES = 5  # of the log

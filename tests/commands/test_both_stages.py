@@ -4,7 +4,7 @@ import pytest
 
 from align import load_run
 from align.pipeline.options.settings import load_settings
-from align.pipeline.options.table import flags_of
+from align.pipeline.options.settings_table import flags_of
 from align.pipeline.train.both_stages import settings_of_both
 from align.stages.model.reference import HfReference
 from support import disk_faults

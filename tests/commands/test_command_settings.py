@@ -10,7 +10,7 @@ import typer
 from align import cli
 from align.pipeline.commands.flags import SettingsCommand, takes_several
 from align.pipeline.options.settings import flatten, load_settings
-from align.pipeline.options.table import (
+from align.pipeline.options.settings_table import (
     COMMANDS,
     FLAGS,
     INSTEAD,

@@ -15,7 +15,7 @@ import yaml
 from align import __version__, cli
 from align.pipeline.jobs.signals import STOPS
 from align.pipeline.options.settings import load_settings
-from align.pipeline.options.table import COMMANDS as WITH_SETTINGS
+from align.pipeline.options.settings_table import COMMANDS as WITH_SETTINGS
 from align.schemas.cache import Manifest
 from align.schemas.errors import AlignError, Interrupted
 from align.schemas.rows import REASONS

@@ -82,18 +82,23 @@ def test_a_server_that_is_never_ready_is_one_message_with_the_end_of_its_log(
 
 def test_nobody_else_gets_the_port_and_a_server_that_is_gone_is_an_error(serving, tmp_path):
     with refuses(ServerError, "rounds.serve", tmp_path / "server.log"), serving() as url:
-        os.kill(pids_in(tmp_path / "events")[0], signal.SIGKILL)
-        require_ended(pids_in(tmp_path / "events"))
+        server, child = pids_in(tmp_path / "events")
+        guard = parent_of(server)
+        os.kill(server, signal.SIGKILL)
+        require_ended([server, child, guard])
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", urlsplit(url).port))
+
+
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGHUP", "SIGINT"])
 def test_a_server_ends_with_its_guard(serving, tmp_path, how):
     with refuses(ServerError, "rounds.serve"), serving():
         pids = pids_in(tmp_path / "events")
-        stat = Path(f"/proc/{pids[0]}/stat").read_text()
-        os.kill(int(stat.rpartition(")")[2].split()[1]), getattr(signal, how))  # its parent
+        os.kill(parent_of(pids[0]), getattr(signal, how))
         require_ended(pids)
         raise ServerError("no answer")
 
