@@ -5,6 +5,8 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start many processes, of which each would compile the package anew.
+export PYTHONDONTWRITEBYTECODE :=
 # Tests of a file share what is slow to make, so they stay together.
 AT_ONCE := --numprocesses 2 --dist loadfile --quiet
 

@@ -19,7 +19,7 @@ from align.stages.demo.tiny_tokenizer import make_tokenizer
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking.mlflow_silence import ENVIRONMENT
 from support.command import Answer
-from support.trainings import Course, Server
+from support.trainings import Course, Server, fork_server
 from support.worlds import make_world
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, and every process of a test wants both
@@ -30,6 +30,7 @@ platform.platform()  # asks `uname` once, for whichever test a library would ask
 
 HOMES = pytest.StashKey()
 OF_ONE_LAUNCH = ("tests/distributed/train",)
+LONG = ("tests/distributed", "tests/commands", "tests/unit/tracking")
 # Neither an example nor the drawing of it is timed: the machine may be busy.
 NOT_ASKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("align", deadline=None, suppress_health_check=NOT_ASKED)
@@ -50,7 +51,18 @@ class ByLaunch(LoadFileScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
+    config.option.loadscopereorder = False  # else the files with most tests come first
     return ByLaunch(config, log)
+
+
+def pytest_collection_modifyitems(items):
+    """Long files come first, so that workers end together."""
+
+    def place(item):
+        found = (at for at, folder in enumerate(LONG) if item.nodeid.startswith(folder))
+        return next(found, len(LONG))
+
+    items.sort(key=place)
 
 
 def pytest_configure(config):
@@ -71,10 +83,16 @@ def pytest_addoption(parser):
     parser.addoption("--device", default="cuda", help="of tests marked gpu; cpu tries them out")
 
 
-def pytest_collection_finish():
-    """What is imported by now is never garbage: looking through it again takes half a second."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported by its end is never garbage; looking through it again takes seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -198,9 +216,11 @@ class Journey(NamedTuple):
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     """Starts commands that need not import anything."""
-    server = Server(tmp_path_factory.mktemp("server"))
-    yield server
-    server.close()
+    folder = tmp_path_factory.getbasetemp()
+    with fork_server(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) as address:
+        server = Server(tmp_path_factory.mktemp("server"), address)
+        yield server
+        server.close()
 
 
 @pytest.fixture(scope="session")

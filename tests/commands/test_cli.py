@@ -14,9 +14,8 @@ from align import __version__, cli
 from align.stages.methods.method_docs import render_method, render_table
 from align.stages.methods.table import METHODS
 from align.stages.storage.run.run_folder import RunFolder
-from support.command import align, refusal
+from support.command import align, refusal, said_by
 from support.mlflow_runs import id_on_disk, run_of, stored
-from support.programs import said_by
 from support.stage_one import contents
 from support.tracked_training import logged_numbers
 

@@ -25,7 +25,7 @@ from align.stages.demo import tiny_world
 from align.stages.methods.method_docs import markdown_table
 from align.stages.methods.table import METHODS, objective_of
 from align.stages.storage.shards import RESERVED
-from support.command import align
+from support.command import align, said_by
 from support.pages import (
     PAGES,
     blocks,
@@ -35,7 +35,6 @@ from support.pages import (
     name_of,
     page,
 )
-from support.programs import said_by
 from support.rooms import ROOT
 
 COMMANDS = typer.main.get_command(cli.app).commands

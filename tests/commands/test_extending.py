@@ -4,9 +4,9 @@ import json
 import shutil
 import sys
 
+from support.command import said_by
 from support.pages import page, programs_under
-from support.programs import TESTS, said_by
-from support.rooms import ROOMS, ROOT
+from support.rooms import ROOMS, ROOT, TESTS
 
 # Commands one after the other in one process: most of a short one is imports.
 MAIN = """

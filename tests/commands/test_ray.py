@@ -17,8 +17,8 @@ from align.stages.storage.cache_work import unfinished_work
 from support.command import refusal, start
 from support.deadly import refused, slow
 from support.patience import PATIENCE, wait_until
-from support.programs import TESTS
 from support.ray_cluster import LOOPBACK, descendants, name_of, two_nodes
+from support.rooms import TESTS
 from support.stage_one import child, contents, run
 from support.stub_reference import StubReference
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from align.stages.engine.distributed import joined_world
 from align.stages.model.policy import Policy
 from align.stages.storage.run.checkpoints import read_checkpoint
 from support.command import align
-from support.programs import may_mount
 from support.refusals import require_names
 from support.training_world import job_of, learn
 
@@ -28,6 +28,14 @@ def test_what_a_first_checkpoint_needs_is_known_before_it_is_there(training_worl
         session.engine.save_state(prepared_run.draft(0, "run"))
     written = sum(path.stat().st_size for path in prepared_run.root.rglob("*") if path.is_file())
     assert 0.7 * written < expected <= written
+
+
+def may_mount():
+    """Whether a process may have a mount namespace of its own, and a disk in it."""
+    command = ["unshare", "-Urm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    if not shutil.which("unshare"):
+        return False
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
 
 @pytest.mark.skipif(not may_mount(), reason="needs user namespaces")

@@ -6,9 +6,8 @@ import sys
 
 import pytest
 
-from support.command import launch, start
+from support.command import launch, said_by, start
 from support.patience import PATIENCE
-from support.programs import said_by
 from support.stage_one import contents
 from support.trainings import Person, Training
 

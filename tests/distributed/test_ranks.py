@@ -7,11 +7,10 @@ from itertools import chain
 import pytest
 import torch
 
-from support.engine_ranks import OPTIONS, WIDTH, Run
+from support.engine_ranks import OPTIONS, WIDTH, Run, require_steps, slowly
 from support.ranks import seen_in
 from support.rounding import STEP
 from support.sharded_ranks import make_models
-from support.slow_rules import require_steps, slowly
 from support.tiny_policy import VOCABULARY, TinyPolicy
 
 pytestmark = pytest.mark.numeric
@@ -39,10 +38,11 @@ WORLDS = {
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory):
+def launch(server, tmp_path_factory):
     models = tmp_path_factory.mktemp("models")
     make_models(models)
-    return lambda **worlds: seen_in(tmp_path_factory.mktemp("ranks"), {"models": models}, **worlds)
+    inputs = {"models": models}
+    return lambda **worlds: seen_in(server, tmp_path_factory.mktemp("ranks"), inputs, **worlds)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_what_two_ranks_saved_goes_on_in_one(two, one_rank, case, tmp_path):
     run.steps(3, 6)
     near, of_norm = ({}, STEP) if dtype == "float32" else ({"rtol": 0.02, "atol": 0.01}, 0.1)
     require_steps(run.weights(), **near)
-    norms = [norm for _, norm in two.first[case]["plain"]["updates"][3:]]
+    norms = [norm for _, norm in two.ranks[0][case]["plain"]["updates"][3:]]
     assert [norm for _, norm in run.updates] == pytest.approx(norms, rel=of_norm)
 
 

@@ -72,3 +72,17 @@ def launch(*arguments, cwd=None, program=(sys.executable, "-m", "align")):
     process = start(*arguments, cwd=cwd, program=program)
     out, err = process.communicate(timeout=PATIENCE)
     return Answer(process.returncode, out, err)
+
+
+def said_by(*program, cwd, code=0, **environment):
+    """The output of a program that must end well, or what it complains of with another code."""
+    done = subprocess.run(
+        [*map(str, program)],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    return done.stderr if code else done.stdout

@@ -1,7 +1,8 @@
-"""A rank of a test world trains tiny policies in every way, and says what happened."""
+"""Tiny policies that a rank of a test world trains in every way, and AdamW written out for them."""
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from unittest import mock
 
 import numpy as np
@@ -36,6 +37,43 @@ def share(step, rank, size):
     cuts = np.array_split(np.arange(STEPS[step][0]), STEPS[step][1] * size)
     rows = rows_of(step)
     return [tuple(rows[row] for row in cut) for cut in cuts[rank::size]]
+
+
+def adamw(weight, gradient, state, lr, decay):
+    """One step of one parameter, in float64."""
+    b1, b2 = OPTIONS.beta1, OPTIONS.beta2
+    t = state["t"] = state.get("t", 0) + 1
+    m = state["m"] = b1 * state.get("m", 0 * weight) + (1 - b1) * gradient
+    v = state["v"] = b2 * state.get("v", 0 * weight) + (1 - b2) * gradient**2
+    step = (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + OPTIONS.epsilon)
+    return weight - lr * (step + decay * weight)
+
+
+@cache
+def slowly():
+    """Six steps of whole batches: the weights, and the norm of each gradient.
+
+    Vectors have no weight decay.
+    """
+    policy, norms = TinyPolicy(dtype=torch.float64), []
+    states = {parameter: {} for parameter in policy.parameters()}
+    for step, (_, _, lr) in enumerate(STEPS):
+        rows = rows_of(step)
+        (-policy(rows).sum() / global_tokens(rows)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), OPTIONS.max_grad_norm)
+        norms.append(norm.item())
+        for parameter, state in states.items():
+            decay = OPTIONS.weight_decay if parameter.ndim > 1 else 0.0
+            parameter.data = adamw(parameter.data, parameter.grad, state, lr, decay)
+            parameter.grad = None
+    return dict(policy.model.named_parameters()), norms
+
+
+def require_steps(found, *, rtol=0.0, atol=WEIGHTS):
+    """The weights after six steps are those of the slow rule."""
+    for key, parameter in slowly()[0].items():
+        weight = torch.tensor(found[key][1], dtype=torch.float64)
+        torch.testing.assert_close(weight, parameter.detach(), rtol=rtol, atol=atol)
 
 
 class Run:

@@ -1,13 +1,13 @@
 """Worlds of ranks, forked from one process that has imported for all of them.
 
-A program: the folder to write to, and its worlds: `NAME=RANKS` and the cases that its ranks go
-through, each followed by what it is given: `two=2 loaded/experts one=1 summed`.
+A program of the fork server: the folder to write to, and its worlds: `NAME=RANKS` and the cases
+that its ranks go through, each followed by what it is given: `two=2 loaded/experts one=1 summed`.
 """
 
-import gc
 import json
 import sys
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,14 +16,8 @@ from torch.distributed import distributed_c10d
 
 from align.schemas.errors import UsageError
 from align.stages.engine.distributed import TIMEOUT, gathered, run_on_all_ranks, run_on_rank_zero
-from support import (
-    engine_ranks,
-    sharded_ranks,
-    training_ranks,
-    training_trouble,
-)
+from support import engine_ranks, sharded_ranks, training_ranks
 from support.forked_ranks import COMPUTE_ON, forked, require_good_ends
-from support.programs import Seen, run_program
 
 
 def wait_for_slow_first_rank(world, _):
@@ -71,14 +65,22 @@ CASES = {
     "refused": sharded_ranks.refused,
     "slow first rank": wait_for_slow_first_rank,
     "refused by the last": refused_by_the_last,
-    "nonfinite": training_trouble.nonfinite,
-    "stop reasons": training_trouble.stop_reasons,
+    "nonfinite": training_ranks.nonfinite,
+    "stop reasons": training_ranks.stop_reasons,
     "device": on_device,
     **{kind: partial(training_ranks.trained, kind) for kind in training_ranks.KINDS},
 }
 
 
-def seen_in(root, inputs, *, device="cpu", **worlds):
+@dataclass(frozen=True)
+class Seen:
+    """What each rank of a world wrote down, and the folder in which it did."""
+
+    ranks: list
+    folder: Path
+
+
+def seen_in(server, root, inputs, *, device="cpu", **worlds):
     """What each rank of each world saw; a world is the number of its ranks and their cases.
 
     Each has a folder of its own, in which the inputs lie under their names.
@@ -88,17 +90,19 @@ def seen_in(root, inputs, *, device="cpu", **worlds):
         (root / name).mkdir()
         for link, target in inputs.items():
             (root / name / link).symlink_to(target)
-    done = run_program("ranks", root, *words, **{COMPUTE_ON: device})
+    where = {COMPUTE_ON: device}
+    answer = server.fork((root, *words), root, where, program="support.ranks").answer()
+    assert answer.code == 0, answer.err
 
     def seen(folder, size):
         ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
-        return Seen(ranks, done.stdout, done.stderr, folder)
+        return Seen(ranks, folder)
 
     return {name: seen(root / name, size) for name, (size, *_) in worlds.items()}
 
 
-def main(root, *words):
-    gc.freeze()  # DeepSpeed collects garbage several times as it opens an engine
+def main():
+    root, *words = sys.argv[1:]
     worlds = {}
     for word in words:
         if "=" in word:
@@ -116,7 +120,3 @@ def go_through(cases, folder, world):
         kind, *words = case.split("/")
         seen[case] = CASES[kind](world, folder, *words)
     (folder / f"rank-{world.rank}.json").write_text(json.dumps(seen))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

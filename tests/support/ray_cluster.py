@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 
 from support.patience import PATIENCE
-from support.programs import TESTS
 
+TESTS = Path(__file__).parents[1]
 # Else Ray looks for the cluster at the address by which other machines reach this one.
 LOOPBACK = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",

@@ -7,10 +7,14 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 
 from align.stages.report.visited_rows import read_visits
 from align.stages.storage.run.run_folder import RunFolder
@@ -18,34 +22,56 @@ from support import disk_faults
 from support.checkpoint_saves import chosen_in
 from support.command import Answer
 from support.patience import PATIENCE
-from support.programs import TESTS, program
 from support.refusals import require_names
+from support.rooms import TESTS
 from support.rounding import EPSILON
 
 KILLED = -signal.SIGKILL
 
 
+@contextmanager
+def fork_server(shared):
+    """The address of the process that forks commands for all workers: the first starts it."""
+    place, process = shared / "fork-server", None
+    with FileLock(f"{place}.lock"):
+        if not place.exists():
+            # Not pytest's own folder, whose path may be too long for the name of a socket.
+            address = Path(tempfile.mkdtemp(prefix="align-fork-")) / "socket"
+            process = subprocess.Popen(
+                [sys.executable, "-m", "support.fork_server", address],
+                cwd=TESTS,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            assert process.stdout.readline() == "ready\n"
+            place.write_text(str(address))
+    yield place.read_text()
+    if process:
+        with FileLock(f"{place}.lock"):
+            place.unlink()
+            process.stdin.close()
+        process.wait(PATIENCE)
+        process.stdout.close()
+        shutil.rmtree(address.parent)
+
+
 class Server:
     """Forks processes that need not import anything."""
 
-    def __init__(self, home):
+    def __init__(self, home, address):
         self._home = home
         self._count = 0
-        self._process = subprocess.Popen(
-            program("train_server"),
-            cwd=TESTS,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "ALIGN_HOME": str(home)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._answer()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(address)
+            self._stream = client.makefile("rw")
 
     def start(self, *arguments, cwd=None, ranks=1, faults=(), launcher=None, **more):
         """Begins a command on so many ranks; `faults` are those of rank 0, rank 1, …
 
         `launcher` gives the environment of a rank, from its number and a free port; torchrun's is
-        the usual one. What more there is, train_server reads.
+        the usual one. What more there is, fork_server reads.
         """
         with socket.socket() as door:
             door.bind(("127.0.0.1", 0))
@@ -72,7 +98,7 @@ class Server:
         request = {
             "argv": list(map(str, arguments)),
             "cwd": str(cwd or self._home),
-            "env": environment,
+            "env": {"ALIGN_HOME": str(self._home), **environment},
             "out": str(out),
             "err": str(err),
             **more,
@@ -84,17 +110,12 @@ class Server:
         return self._ask({"wait": pid, "seconds": seconds})["code"]
 
     def close(self):
-        self._process.stdin.close()
-        self._process.wait(PATIENCE)
-        self._process.stdout.close()
+        self._stream.close()
 
     def _ask(self, request):
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self):
-        return json.loads(self._process.stdout.readline())
+        self._stream.write(json.dumps(request) + "\n")
+        self._stream.flush()
+        return json.loads(self._stream.readline())
 
 
 @dataclass(frozen=True)

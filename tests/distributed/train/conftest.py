@@ -5,8 +5,7 @@ from transformers import AutoTokenizer
 from align.stages.demo.preferences import draw_preferences, paired
 from support.families import tiny_model
 from support.ranks import seen_in
-from support.training_ranks import ALONE, DEVICES, EXPERTS, SPREAD
-from support.training_trouble import KINDS as TROUBLE
+from support.training_ranks import ALONE, DEVICES, EXPERTS, SPREAD, TROUBLE
 from support.training_world import scored
 
 MIXTURE = {
@@ -37,14 +36,15 @@ def mixture_cache(tokenizer_folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def launch(tmp_path_factory, training_world, mixture_cache):
+def launch(server, tmp_path_factory, training_world, mixture_cache):
     """Has worlds of ranks go through cases; gives what each of them saw."""
 
     caches = {name: getattr(training_world, name) for name in ("pairs", "labels", "everything")}
     caches |= {"experts": mixture_cache}
 
     def launched(device="cpu", **worlds):
-        seen = seen_in(tmp_path_factory.mktemp("ranks"), caches, device=device, **worlds)
+        root = tmp_path_factory.mktemp("ranks")
+        seen = seen_in(server, root, caches, device=device, **worlds)
         return {name: one.ranks for name, one in seen.items()}
 
     return launched

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from support.training_trouble import KINDS, WRONG
+from support.training_ranks import TROUBLE, WRONG
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TROUBLE)
 def test_a_step_that_is_not_finite_leaves_every_bit_and_every_rank_refuses_it(spread, kind):
     before, *after = spread[0][f"nonfinite/{kind}"]["digests"]
     for step, digest in enumerate(after[:8], 1):
@@ -22,7 +22,7 @@ def test_a_step_that_is_not_finite_leaves_every_bit_and_every_rank_refuses_it(sp
         assert told == ([] if "gradient" in kind else WRONG[:-1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TROUBLE)
 def test_the_row_with_the_wrong_number_is_named_and_of_a_wrong_gradient_all_of_its_step(
     spread, kind
 ):

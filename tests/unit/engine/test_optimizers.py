@@ -12,9 +12,8 @@ from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions
 from align.stages.model.policy import load_policy
-from support.engine_ranks import OPTIONS, Run, disturbed, resumed, saved
+from support.engine_ranks import OPTIONS, Run, disturbed, require_steps, resumed, saved
 from support.refusals import refuses
-from support.slow_rules import require_steps
 
 pytestmark = pytest.mark.numeric
 

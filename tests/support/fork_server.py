@@ -1,6 +1,6 @@
 """A process that has imported everything, and forks commands of `align` that start at once.
 
-It reads requests and writes answers, one JSON object a line.
+It serves each client in a fork of its own: requests come and answers go, one JSON object a line.
 """
 
 import atexit
@@ -9,8 +9,10 @@ import gc
 import importlib
 import json
 import os
+import selectors
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -19,8 +21,6 @@ from pathlib import Path
 
 import torch
 
-REQUESTS = os.fdopen(os.dup(0), "r")
-ANSWERS = os.fdopen(os.dup(1), "w")
 # Of Linux, which Python 3.11 has no names for.
 SET_CHILD_SUBREAPER, NEW_MOUNTS, NEW_USER = 36, 0x20000, 0x10000000
 # What both stages import, down to what libraries import late: each fork would do it again.
@@ -33,17 +33,34 @@ IMPORTED = (
 )
 
 
-def main():
-    """Forks and waits as it is asked to, until nobody asks any more."""
+def main(address):
+    """Waits for clients until the process that started this one closes its standard input."""
     import_everything()
     gc.freeze()  # DeepSpeed collects garbage several times as it opens an engine
-    answer({"pid": os.getpid()})
-    for line in REQUESTS:
+    with socket.socket(socket.AF_UNIX) as door, selectors.DefaultSelector() as ready:
+        door.bind(address)
+        door.listen()
+        print("ready", flush=True)
+        for source in (door, sys.stdin):
+            ready.register(source, selectors.EVENT_READ)
+        while door in [key.fileobj for key, _ in ready.select()]:
+            client, _ = door.accept()
+            if not os.fork():
+                serve(client.makefile("rw"))
+                return
+            client.close()
+
+
+def serve(client):
+    """Forks and waits as a client asks, until it is gone."""
+    for line in client:
         request = json.loads(line)
         if "wait" in request:
-            answer({"code": wait(request["wait"], request["seconds"])})
-            continue
-        answer(launched(request) if "has_launcher" in request else {"pid": forked(request)})
+            answer = {"code": wait(request["wait"], request["seconds"])}
+        else:
+            answer = launched(request) if "has_launcher" in request else {"pid": forked(request)}
+        client.write(json.dumps(answer) + "\n")
+        client.flush()
 
 
 def import_everything():
@@ -51,12 +68,6 @@ def import_everything():
     for name in IMPORTED:
         importlib.import_module(name)
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("")
-
-
-def answer(plain):
-    """One line."""
-    ANSWERS.write(json.dumps(plain) + "\n")
-    ANSWERS.flush()
 
 
 def wait(pid, seconds):
@@ -94,12 +105,10 @@ def launched(request):
 
 
 def become(request):
-    """Turns this process into one that was given a command.
+    """Turns this process into a command, or into another program of this folder.
 
     What Python does at an end is done, but for taking all modules down, which takes half a second.
     """
-    from align import cli  # noqa: PLC0415
-
     os.chdir(request["cwd"])
     os.environ.update(request["env"])
     if threads := request["env"].get("OMP_NUM_THREADS"):  # torch has read it already
@@ -111,15 +120,17 @@ def become(request):
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     sys.argv = ["align", *request["argv"]]
+    code = 0
     try:
         with meanwhile(request):
-            cli.main()
+            importlib.import_module(request.get("program", "align.cli")).main()
     except SystemExit as end:
-        threading._shutdown()
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(end.code or 0)
+        code = end.code or 0
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @contextmanager
@@ -150,4 +161,4 @@ def small_disk(folder, size, kept):
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
