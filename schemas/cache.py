@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from .columns import joined_ranges, offsets_of
 from .errors import CorruptionError
 from .rows import Rejected, Role
-from .samples import Drawing
+from .samples import Distribution
 
 FORMAT_VERSION = 5
 
@@ -67,7 +67,7 @@ class Plan:
     notes: dict[str, int]  # harmless counts: rows truncated, repeated, ...
     reuse: tuple[str, ...]  # caches whose scores may be copied
     threads: int  # CPU threads of every worker: they decide the last bits of a sum
-    sampling: tuple[Drawing | None, ...]  # as in the manifest
+    sampling: tuple[Distribution | None, ...]  # as in the manifest
 
     @property
     def numbers(self) -> list[int]:
@@ -119,7 +119,7 @@ class Manifest:
     reasons: dict[str, int]  # the plan's and those of all shards
     notes: dict[str, int]  # the plan's and those of all shards
     # How the samples in each input were drawn; empty if unknown for all. Not part of the root.
-    sampling: tuple[Drawing | None, ...]
+    sampling: tuple[Distribution | None, ...]
 
     @property
     def is_scored(self) -> bool:

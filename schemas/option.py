@@ -1,4 +1,4 @@
-"""The strictness that all models of settings share, and the message for a wrong value."""
+"""Shared types of the settings' models, and the error message for a wrong value."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pydantic import ConfigDict, ValidationError
 
 from .errors import closest, did_you_mean
 
-# Strict: no boolean as a number, no number as text. A model is built at its first use.
+# Strict: a boolean is not a number, and a number is not text. A model is built at its first use.
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
-PATH = "path"  # a config file's paths are relative to that file
+PATH = "path"  # marks settings that are paths, relative to the config file that sets them
 PathStr: TypeAlias = Annotated[str, PATH]
 # The score that separates desirable from undesirable: a prompt's mean or median, or a number.
 Threshold: TypeAlias = Literal["mean", "median"] | float
 
 
 def wrong_value(error: ValidationError) -> str:
-    """`should be …, found …` for the first wrong value of a model, to follow its name."""
+    """`should be …, found …` for the first wrong value of a model; the caller adds its name."""
     errors = error.errors(include_url=False)
     key, found = errors[0]["loc"][0], errors[0]["input"]
     # A value of several types has an error for each of them.

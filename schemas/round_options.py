@@ -1,4 +1,4 @@
-"""The settings of sampling, judging, selecting and rounds."""
+"""The settings of servers, sampling, judging, selection and rounds."""
 
 from __future__ import annotations
 
@@ -15,28 +15,33 @@ class ServerOptions:
     """A server with OpenAI's API, such as vLLM or SGLang."""
 
     url: str = Field(
-        default="", description="address of the server, as http://HOST:8000/v1; empty: no server"
+        default="",
+        description="address of the server, such as http://HOST:8000/v1; empty: no server",
     )
-    model: str = Field(default="", description="name of its model; empty: the only one it lists")
+    model: str = Field(
+        default="", description="name of the model; empty: the only one on the server"
+    )
     revision: str = Field(
         default="",
-        description="your name for its weights, under which answers are stored",
+        description="your name for the server's weights; answers are stored under it",
     )
     key_variable: str = Field(
         default="OPENAI_API_KEY",
-        description="the environment variable that holds the API key, if the server asks",
+        description="environment variable with the API key, if the server needs one",
     )
     concurrency: int = Field(default=16, ge=1, description="requests in flight")
     timeout: float = Field(
         default=120.0, gt=0, description="seconds until a request without an answer counts as lost"
     )
     retries: int = Field(
-        default=8, ge=0, description="times that a request is sent again, after growing pauses"
+        default=8, ge=0, description="number of times a failed request is repeated"
     )
     max_tokens: int = Field(
         default=0,
         ge=0,
-        description="stop, to resume later, after this many tokens read and written; 0: no limit",
+        description=(
+            "stop after this many tokens read and written; the same command resumes; 0: no limit"
+        ),
     )
 
 
@@ -46,12 +51,15 @@ class SampleOptions:
 
     output: PathStr = Field(default="align-samples", description="folder of the samples")
     answers: PathStr = Field(
-        default="", description="folder in which every answer is kept; empty: the output"
+        default="", description="folder that stores every answer; empty: in the output folder"
     )
     n: int = Field(default=8, ge=1, description="samples of each prompt")
-    temperature: float = Field(default=1.0, ge=0, description="0: the most likely token each time")
+    temperature: float = Field(default=1.0, ge=0, description="sampling temperature; 0: greedy")
     top_p: float = Field(
-        default=1.0, gt=0, le=1, description="sample from the top tokens that add up to this"
+        default=1.0,
+        gt=0,
+        le=1,
+        description="sample from the most likely tokens whose probabilities add up to this",
     )
     top_k: int = Field(
         default=0, ge=0, description="sample from this many of the most likely tokens; 0: all"
@@ -62,11 +70,11 @@ class SampleOptions:
 
 @dataclass(frozen=True, config=STRICT)
 class JudgeOptions:
-    """The judge of samples."""
+    """Judging of samples."""
 
     output: PathStr = Field(default="align-judged", description="folder of the judged samples")
     answers: PathStr = Field(
-        default="", description="folder in which every judgment is kept; empty: the output"
+        default="", description="folder that stores every judgment; empty: in the output folder"
     )
     by: Literal["none", "reward", "rubric", "pairwise", "exact", "regex", "function"] = Field(
         default="none",
@@ -78,7 +86,7 @@ class JudgeOptions:
     )
     model: PathStr = Field(default="", description="folder of a language model that judges")
     template: PathStr = Field(
-        default="", description="file with the judge's prompt; empty: align's own"
+        default="", description="file with the template of the judge's prompt; empty: align's own"
     )
     function: str = Field(
         default="", description="MODULE:FUNCTION(prompt, completion, row) that returns a score"
@@ -92,53 +100,53 @@ class JudgeOptions:
     )
     pairs: Literal["all", "first"] = Field(
         default="all",
-        description="which samples of a prompt are compared: all pairs, or each with the first",
+        description="samples of a prompt to compare: all pairs, or each with the first",
     )
     max_new_tokens: int = Field(default=512, ge=1, description="most tokens of a judgment")
 
 
 @dataclass(frozen=True, config=STRICT)
 class SelectOptions:
-    """The choice of judged samples as preference data."""
+    """Selection of preference data from judged samples."""
 
     output: PathStr = Field(default="align-selected", description="folder of the rows")
     rows: Literal["best_worst", "all_pairs", "labels", "groups"] = Field(
         default="best_worst",
         description=(
-            "best_worst: one pair per prompt; all_pairs; labels: desirable or not, for KTO; "
-            "groups: all samples with scores, for GRPO and PPO"
+            "best_worst: one pair per prompt; all_pairs: every pair of a prompt; labels: desirable "
+            "or not, for KTO; groups: all samples with scores, for GRPO and PPO"
         ),
     )
     threshold: Threshold = Field(
         default="mean",
         description=(
-            "labels: desirable above this, undesirable below: mean or median of a prompt, or a "
-            "number"
+            "for labels: scores above it are desirable, below it undesirable: mean or median of "
+            "the prompt's scores, or a number"
         ),
     )
     min_gap: float = Field(
-        default=0.0, ge=0, description="least difference between the scores of a pair"
+        default=0.0, ge=0, description="smallest difference between the scores of a pair"
     )
     max_length_ratio: float = Field(
         default=0.0,
         ge=0,
-        description="the longer sample of a pair is at most this many times as long; 0: any",
+        description="largest ratio of the longer to the shorter sample of a pair; 0: no limit",
     )
     keep_cut: bool = Field(
         default=False,
-        description="also take samples cut at max_new_tokens; a policy learns to end there",
+        description="keep samples cut at max_new_tokens, from which a policy learns to stop early",
     )
 
 
 @dataclass(frozen=True, config=STRICT)
 class RoundsOptions:
-    """Rounds of sample, judge, select, precompute-ref and train."""
+    """Rounds that sample, judge, select, precompute log-probs and train."""
 
     output: PathStr = Field(default="align-rounds", description="folder of all rounds")
     count: int = Field(default=3, ge=1, description="number of rounds; a higher one adds rounds")
     reference: Literal["fixed", "previous"] = Field(
         default="fixed",
-        description="fixed: the first model; previous: the policy of the round before",
+        description="fixed: the first model; previous: the policy of the previous round",
     )
     serve: str = Field(
         default="",
@@ -148,13 +156,13 @@ class RoundsOptions:
         ),
     )
     serve_timeout: float = Field(
-        default=600.0, gt=0, description="seconds until that server must be ready"
+        default=600.0, gt=0, description="seconds to wait until that server is ready"
     )
     prompts_per_round: int = Field(
         default=0, ge=0, description="number of fresh prompts for each round; 0: all"
     )
     eval_fraction: float = Field(
-        default=0.1, ge=0, lt=1, description="share of prompts held out, by their hash"
+        default=0.1, ge=0, lt=1, description="share of prompts held out, chosen by their hash"
     )
     eval_n: int = Field(
         default=1, ge=1, description="samples of each held-out prompt after each round"
@@ -164,10 +172,10 @@ class RoundsOptions:
         default=0.0,
         ge=0,
         le=1,
-        description="stop if the win rate against the policy before is below this",
+        description="stop if the win rate against the previous policy is below this",
     )
     max_length_growth: float = Field(
         default=0.0,
         ge=0,
-        description="stop if samples are longer than this times the first model's; 0: never",
+        description="stop if samples are more than this many times as long as at first; 0: never",
     )

@@ -1,4 +1,4 @@
-"""Prompts, sampled completions, and the protocols of the models that sample them."""
+"""Prompts, sampled completions, and the protocols of models that sample."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from .json_codec import digest
 from .rows import BadRow, Text, prompt_digest
 
-# stop: the model ended the sample; length: it was cut; other: the server gave another reason.
+# stop: the model ended the sample; length: it was truncated; other: a server's other reason.
 Finish: TypeAlias = Literal["stop", "length", "other"]
 SERVER = "server"  # the device of a model behind a server
 KEY_LENGTH = 32  # hexadecimal digits
@@ -26,7 +26,7 @@ SAMPLE_COLUMNS = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, and the data columns that are carried along with its completions."""
+    """A prompt, with the data columns that its samples carry along."""
 
     text: Text
     tools: tuple[Any, ...] | None = None
@@ -41,7 +41,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling settings; a temperature of 0 is greedy."""
+    """The sampling settings; a temperature of 0 means greedy decoding."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -50,34 +50,34 @@ class Sampling:
     seed: int = 0
 
     @property
-    def drawing(self) -> Drawing:
-        """The settings that decide the probability of a token."""
-        return Drawing(self.temperature, self.top_p, self.top_k)
+    def distribution(self) -> Distribution:
+        """The settings that change the probability of a token."""
+        return Distribution(self.temperature, self.top_p, self.top_k)
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """The distribution of samples: the model's own, or a modified one."""
+class Distribution:
+    """The distribution that samples are drawn from: the model's, or a modified one."""
 
     temperature: float
     top_p: float
     top_k: int
 
     def __str__(self) -> str:
-        """The settings in words, without those that change nothing."""
+        """The settings in words, without top-p and top-k where they change nothing."""
         tail = [f"top-p {self.top_p:g}"] if self.top_p != 1 else []
         tail += [f"top-k {self.top_k}"] if self.top_k else []
         return ", ".join([f"temperature {self.temperature:g}", *tail])
 
     @property
-    def is_own(self) -> bool:
-        """Whether samples are drawn from the model's own probabilities."""
-        return self == Drawing(1.0, 1.0, 0)
+    def is_unmodified(self) -> bool:
+        """Whether samples have the model's own probabilities."""
+        return self == Distribution(1.0, 1.0, 0)
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Some samples of one prompt, by their numbers from 0."""
+class SampleRequest:
+    """A request for samples of one prompt, by their numbers from 0."""
 
     prompt: Prompt
     numbers: tuple[int, ...]
@@ -97,7 +97,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Refused:
-    """A sample that a model cannot make, for example of a prompt longer than its context."""
+    """A sample that the model cannot make, for example because the prompt exceeds its context."""
 
     prompt: str  # the prompt's key
     number: int
@@ -107,7 +107,7 @@ class Refused:
 class Sampler(Protocol):
     """A model that completes prompts, in this process or behind a server.
 
-    Methods with a body are the defaults, for a model that takes every prompt as it is.
+    The methods with a body are defaults, for a model that accepts every prompt unchanged.
     """
 
     @property
@@ -116,35 +116,35 @@ class Sampler(Protocol):
         ...
 
     def identity(self) -> Mapping[str, str]:
-        """Digests and names of everything that determines the completions; loads no weights."""
+        """Digests and names of all that determines the completions; loads no weights."""
         ...
 
     def open(self, sampling: Sampling) -> OpenSampler:
-        """The model, loaded and ready to sample."""
+        """Loads the model."""
         ...
 
     @property
     def has_template(self) -> bool:
-        """Whether the model has a chat template, which plain prompts do not use."""
+        """Whether the model has a chat template; plain prompts do not use it."""
         return False
 
-    def fitted(self, prompt: Prompt) -> Prompt:
-        """The prompt with its tool calls in the form that the model's template writes."""
+    def normalized(self, prompt: Prompt) -> Prompt:
+        """The prompt with its tool calls in the form that the chat template expects."""
         return prompt
 
     def refused(self, prompts: Sequence[Prompt], sampling: Sampling) -> Mapping[str, BadRow]:
-        """The prompts, by key, that are known beforehand to be impossible to complete."""
+        """The prompts that the model cannot complete, by key, as far as known before sampling."""
         return {}
 
 
 class OpenSampler(Protocol):
     """A sampler with its weights loaded."""
 
-    def sample(self, wanted: Sequence[Wanted]) -> Iterator[Sequence[Sample | Refused]]:
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Sequence[Sample | Refused]]:
         """Yields all samples in groups, in any order, each group as soon as it is complete.
 
-        A group is stored before the next one is requested. Refused samples are counted, and the
-        next command requests them again.
+        The caller stores a group before it takes the next one. Refused samples are counted, and
+        the next command requests them again.
         """
         ...
 

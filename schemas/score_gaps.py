@@ -1,6 +1,6 @@
-"""Comparison of scores up to rounding, for making pairs and labels.
+"""Comparison of scores up to rounding, for pairs and labels.
 
-Scores carry rounding, perhaps of float32: 0.1 + 0.2 must equal 0.3, and 0.8 must not be more than
+Scores may have rounding errors of float32: 0.1 + 0.2 must equal 0.3, and 0.8 must not be more than
 0.1 above 0.7. So two scores are equal if they differ by at most a millionth of the larger one.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-TOLERANCE = 1e-6  # of the larger score
+TOLERANCE = 1e-6  # as a share of the larger score
 
 
 def further_apart(
@@ -28,7 +28,7 @@ def is_above(score: float, other: float) -> bool:
 
 
 def without_rounding(scores: NDArray[np.float64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The scores, where a row's scores that differ only by rounding become their highest."""
+    """The scores; those of one row that differ only by rounding all become the highest of them."""
     order = np.lexsort((-scores, rows))
     ranked, row = scores[order], rows[order]
     begins = np.ones(len(ranked), dtype=np.bool_)

@@ -12,7 +12,7 @@ from ...schemas.config import ModelOptions
 from ...schemas.data_options import TokenOptions
 from ...schemas.errors import FingerprintError, UsageError, counted, differences
 from ...schemas.rows import Role
-from ...schemas.samples import Drawing
+from ...schemas.samples import Distribution
 from ...schemas.train_options import TrainOptions
 from ...stages.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from ...stages.feed.select import ReadSpec, ScoreRules
@@ -92,10 +92,10 @@ def require_logps(objective: Objective, folder: Cache, manifest: Manifest) -> No
 
 
 def require_own_samples(
-    objective: Objective, where: object, drawn: Iterable[Drawing | None], *, may_differ: bool
+    objective: Objective, where: object, drawn: Iterable[Distribution | None], *, may_differ: bool
 ) -> None:
     """Refuses samples not drawn from the reference's own distribution, if the loss needs them."""
-    others = [one for one in dict.fromkeys(drawn) if one and not one.is_own]
+    others = [one for one in dict.fromkeys(drawn) if one and not one.is_unmodified]
     if others and objective.drawn_by_reference and not may_differ:
         raise UsageError(
             f"{objective.name} divides by the reference's own probabilities, but the samples "

@@ -39,7 +39,7 @@ from ...stages.storage.cache_work import CacheWork, printable
 from ...stages.storage.disk import fs
 from ...stages.storage.locations import is_remote, origin_of
 from ...stages.storage.records import Records
-from ...stages.storage.tables import drawing_of
+from ...stages.storage.tables import distribution_of
 from ...stages.tracking.progress import Progress
 from ..jobs.rejected_rows import RejectedRows, first_rejected
 from ..parts import WHOLE, Part
@@ -261,7 +261,7 @@ def make_plan(job: CacheJob, encoded: Encoded, progress: Progress) -> Plan:
     notes = {name: count for name, count in sorted(counts.notes.items()) if count}
     if not all(notes.get(kind) for kind in KINDS):  # only a mix of kinds is worth a note
         notes = {name: count for name, count in notes.items() if name not in KINDS}
-    drawn = tuple(drawing_of(file.path) for file in job.inputs)
+    drawn = tuple(distribution_of(file.path) for file in job.inputs)
     plan = Plan(
         format_version=FORMAT_VERSION,
         plan_key=job.cache.plan_key,

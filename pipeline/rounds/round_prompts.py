@@ -1,4 +1,4 @@
-"""The prompts of rounds: which are held out, and which a round trains on."""
+"""Splits the prompts of rounds into training and held-out prompts, and chooses those of a round."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from ..tables.samplers import wrapping_of
 
 
 def split_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts to train on and those held out, by the hash that training holds rows out by."""
+    """The training prompts and the held-out prompts; training splits rows by the same hash."""
     inputs = inputs_of(config.data)
-    found = read_prompts(inputs, config.data.map, wrapping_of(config))
+    rows = read_prompts(inputs, config.data.map, wrapping_of(config))
     rejected = RejectedRows(
-        counts=Counter(row.reason for row in found.rejected),
-        rows_in=found.rows_in,
+        counts=Counter(row.reason for row in rows.rejected),
+        rows_in=rows.rows_in,
         allowed=config.data.max_bad_frac,
     )
-    rejected.require_few(first_rejected(found.rejected, lambda file: inputs[file].path))
+    rejected.require_few(first_rejected(rows.rejected, lambda file: inputs[file].path))
 
-    prompts = [*unique_prompts(found.prompts).values()]
+    prompts = [*unique_prompts(rows.prompts).values()]
     keys = split_keys_of([prompt.text for prompt in prompts])
     is_held_out = held_out(keys, config.rounds.eval_fraction).tolist()
     sides: tuple[list[Prompt], list[Prompt]] = ([], [])
@@ -43,9 +43,9 @@ def split_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
 def prompts_of_round(
     prompts: Sequence[Prompt], number: int, size: int, seed: int
 ) -> Sequence[Prompt]:
-    """All prompts, or the next `size`; after the last the first comes again.
+    """The next `size` prompts in a random order that repeats, or all prompts if `size` is 0.
 
-    Their order follows from their content and the seed alone.
+    The order depends only on the prompts and the seed.
     """
     if not size or size >= len(prompts):
         return prompts
@@ -54,13 +54,13 @@ def prompts_of_round(
     def sort_key(prompt: Prompt) -> bytes:
         return blake2b(prompt.key.encode(), digest_size=16, key=salt).digest()
 
-    drawn = sorted(prompts, key=sort_key)
+    shuffled = sorted(prompts, key=sort_key)
     start = (number - 1) * size
-    return [drawn[index % len(drawn)] for index in range(start, start + size)]
+    return [shuffled[index % len(shuffled)] for index in range(start, start + size)]
 
 
 def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
-    """Writes a file of prompts as `align sample` reads it."""
+    """Writes a file of prompts for `align sample`."""
     sink = io.BytesIO()
     prompt_table(prompts).write_parquet(sink, compression="zstd", statistics=False)
     fs.publish(path, sink.getvalue())

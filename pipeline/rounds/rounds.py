@@ -1,14 +1,14 @@
-"""Rounds: sample from the last policy, judge, select, score, train and evaluate, over and over.
+"""`align rounds`: each round samples from the last policy, judges, selects, trains and evaluates.
 
-Each step returns at once where its output is complete, so the same loop resumes after any kill.
+A step returns at once if its output is complete, so the same loop resumes after any kill.
 
-rounds.json                           what binds all rounds: settings, digests of what they name
-rounds.jsonl                          a line for each finished round; of round 0, the first model
-prompts.parquet, held-out.parquet     the two sides of the split
-answers/samples, answers/judgments    what was paid for, shared by all rounds
+rounds.json                           settings and digests that must match in every round
+rounds.jsonl                          a line per finished round; round 0 is the first model
+prompts.parquet, held-out.parquet     prompts to train on, and prompts to evaluate on
+answers/samples, answers/judgments    stored answers of models and judges, for all rounds
 round-001/samples, judged, selected, cache, run
-round-001/eval-samples, eval-judged   held-out answers of its policy; instead of the second, for
-                                      a judge that compares: eval-against-first, -previous
+round-001/eval-samples, eval-judged   the policy's answers to held-out prompts, judged
+round-001/eval-against-first, eval-against-previous   instead of eval-judged for a pairwise judge
 """
 
 from __future__ import annotations
@@ -57,41 +57,49 @@ from .rounds_checks import Rounds, digest_of_model, open_rounds
 from .rounds_evaluation import evaluate, stop_reason
 from .served_policy import ServedPolicy
 
-TRAINED = ["loss", "rewards/margins", "rewards/accuracies", "rewards/ties", "kl/raw", "kl/tokens"]
+# The metrics of a training that a round repeats, from the last line of metrics.jsonl.
+TRAIN_METRICS = [
+    "loss",
+    "rewards/margins",
+    "rewards/accuracies",
+    "rewards/ties",
+    "kl/raw",
+    "kl/tokens",
+]
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A line of rounds.jsonl, with its digest."""
+class FinishedRound:
+    """A line of rounds.jsonl."""
 
     round: int
-    model: str  # its digest
+    model: str  # the digest of the policy
     metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
-class Begun:
-    """What rounds.json holds."""
+class RoundsRecord:
+    """The content of rounds.json."""
 
-    binding: dict[str, str]
+    binding: dict[str, str]  # settings and digests that must match in every round
 
 
-BEGUN = Records(Begun, remedy="Restore it from a copy.")
+ROUNDS_RECORD = Records(RoundsRecord, remedy="Restore it from a copy.")
 
 
 def run_rounds(settings: Settings, *, progress: Progress) -> str:
-    """Goes through all rounds that are not finished; a table of all of them."""
+    """Runs all rounds that are not finished; returns a table of all rounds."""
     rounds = open_rounds(settings)
     root, config = rounds.root, rounds.config
     OutputFolder(root, "rounds").prepare()
     with owner_lock(root, "rounds"):
         _make_folder(root / "answers")
-        lines = _finished(rounds)
-        known, stopped = len(lines), ""
+        lines = _finished_rounds(rounds)
+        num_before, stopped = len(lines), ""
         for line in lines:
             stopped = stopped or stop_reason(line.round, line.metrics, config.rounds)
-        if stopped or known > config.rounds.count:
-            return _text(rounds, lines, known, stopped)
+        if stopped or num_before > config.rounds.count:
+            return _text(rounds, lines, num_before, stopped)
 
         write_prompts(root / "prompts.parquet", rounds.prompts)
         if rounds.held_out:
@@ -100,7 +108,7 @@ def run_rounds(settings: Settings, *, progress: Progress) -> str:
         tag = {ROUNDS_TAG: str(root.resolve())}
         with recorded(config.tracking, root, "rounds", name=name) as parent:
             parent.set_tags(tag)
-            parent.log_params(without_secrets(rounds.binding))
+            parent.log_params(without_secrets(rounds.must_match))
             for line in lines:
                 parent.log_metrics(line.metrics, step=line.round)
             while len(lines) <= config.rounds.count and not stopped:
@@ -109,77 +117,77 @@ def run_rounds(settings: Settings, *, progress: Progress) -> str:
                 try:
                     with tagged({**tag, ROUND_TAG: str(number)}, parent):
                         metrics = _round(rounds, number, progress)
-                except Interrupted as stop:  # a training would name a way on of its own
+                except Interrupted as stop:  # leaves out the resume command of the training
                     raise Interrupted(stop.signal_number, at=stop.at) from None
                 if metrics is None:
-                    stopped = f"train.max_time stopped round {number}; the same command continues"
+                    stopped = f"train.max_time stopped round {number}; the same command resumes it"
                     break
                 model = digest_of_model(rounds.policy(number))
-                lines.append(Finished(number, model, metrics))
+                lines.append(FinishedRound(number, model, metrics))
                 fs.publish(root / "rounds.jsonl", "".join(map(to_signed_json, lines)).encode())
                 parent.set_tags({f"align.round-{number:03d}.model": model})
                 parent.log_metrics(metrics, step=number)
                 stopped = stop_reason(number, metrics, config.rounds)
-        return _text(rounds, lines, known, stopped)
+        return _text(rounds, lines, num_before, stopped)
 
 
-def _finished(rounds: Rounds) -> list[Finished]:
-    """The lines of finished rounds; refuses other settings than theirs, and a changed policy.
+def _finished_rounds(rounds: Rounds) -> list[FinishedRound]:
+    """The finished rounds; refuses changed settings, and a changed last policy.
 
-    Settings may change until the first training has saved something: what was sampled and judged
-    by then is found again by its own keys.
+    Settings may change until the first training has saved a checkpoint. Samples and judgments made
+    by then are still found by their own keys.
     """
     root, run = rounds.root, RunFolder(rounds.folder(1) / "run")
     for name in ("rounds.json", "rounds.jsonl", "prompts.parquet", "held-out.parquet"):
         fs.drop_drafts(root / name)
-    begun, lines = BEGUN.find(root / "rounds.json"), _read_lines(root / "rounds.jsonl")
-    now = Begun(dict(rounds.binding))
-    found = differences(begun.binding, now.binding, had="the rounds have") if begun else {}
-    if found and (len(lines) > 1 or run.steps() or run.model.exists()):
-        others = f"remove {run.root} to train it anew, or " if len(lines) < 2 else ""
+    before, lines = ROUNDS_RECORD.find(root / "rounds.json"), _read_lines(root / "rounds.jsonl")
+    now = RoundsRecord(dict(rounds.must_match))
+    changes = differences(before.binding, now.binding, had="the rounds have") if before else {}
+    if changes and (len(lines) > 1 or run.steps() or run.model.exists()):
+        retrain = f"remove {run.root} to train it again, or " if len(lines) < 2 else ""
         raise FingerprintError(
-            f"The rounds in {root} are made from something else. What differs:\n  "
-            + "\n  ".join(found.values())
-            + f"\nUndo the change, {others}choose another --output."
+            f"The rounds in {root} were made with other settings or inputs:\n  "
+            + "\n  ".join(changes.values())
+            + f"\nUndo the change, {retrain}choose another --output."
         )
-    if found:
-        lines = []  # the first model is measured again
+    if changes:
+        lines = []  # the first model is evaluated again
         fs.unlink(root / "rounds.jsonl")
         fs.fsync(root)
-        # A cache never changes, and only settings of the training leave its rows as they are.
-        if not all(name.startswith(("train.", "lora.", "method.")) for name in found):
+        # A cache never changes, and only settings of the training keep its rows the same.
+        if not all(name.startswith(("train.", "lora.", "method.")) for name in changes):
             fs.remove_tree(rounds.folder(1) / "cache")
-    if begun != now:
-        BEGUN.replace(root / "rounds.json", now)
+    if before != now:
+        ROUNDS_RECORD.replace(root / "rounds.json", now)
     if lines:
         last = len(lines) - 1
         policy = rounds.policy(last)
         if digest_of_model(policy) != lines[last].model:
             raise CorruptionError(
-                f"{policy.path} is not the model that round {last} has trained. Restore it from a "
+                f"{policy.path} is not the model that round {last} trained. Restore it from a "
                 "copy, or choose another --output."
             )
     return lines
 
 
-def _read_lines(path: Path) -> list[Finished]:
+def _read_lines(path: Path) -> list[FinishedRound]:
     if not path.exists():
         return []
     try:
         lines = fs.read_bytes(path).splitlines(keepends=True)
-        return [from_signed_json(Finished, line) for line in lines]
+        return [from_signed_json(FinishedRound, line) for line in lines]
     except CodecError as error:
         raise damaged(path, str(error), "Restore it from a copy.") from error
 
 
 def _make_folder(path: Path) -> None:
-    """Makes a folder whose name is durable before anything is in it."""
+    """Makes a folder, durably, before anything is written to it."""
     fs.make_folder(path)
     fs.fsync(path.parent)
 
 
 def _round(rounds: Rounds, number: int, progress: Progress) -> dict[str, float] | None:
-    """Makes what a round lacks; None where its training ran out of time.
+    """Runs the missing steps of a round, and returns its metrics; None if train.max_time ended it.
 
     Round 0 only evaluates the first model.
     """
@@ -187,7 +195,7 @@ def _round(rounds: Rounds, number: int, progress: Progress) -> dict[str, float] 
     options, metrics = config.rounds, dict[str, float]()
     _make_folder(folder)
     if number:
-        # Rows of the last policy's own answers.
+        # Sample from the last policy, judge the samples, and select rows.
         prompts = rounds.root / "prompts.parquet"
         if size := options.prompts_per_round:
             prompts = folder / "prompts.parquet"
@@ -198,12 +206,14 @@ def _round(rounds: Rounds, number: int, progress: Progress) -> dict[str, float] 
         )
         _sample(rounds, number - 1, changed(config, {"sample.output": samples}), prompts, progress)
         judging = changed(config, {"judge.output": judged, "tokens.chat_template": ""})
-        _say(judge(judging, samples, progress=progress, sampler=rounds.sampler).text(), progress)
-        _say(select(changed(config, {"select.output": selected}), judged).text(), progress)
-        gc.collect()  # the models that sampled and judged
+        result = judge(judging, samples, progress=progress, sampler=rounds.sampler)
+        _log_result(result.text(), progress)
+        selection = select(changed(config, {"select.output": selected}), judged)
+        _log_result(selection.text(), progress)
+        gc.collect()  # frees the models that sampled and judged
         torch.cuda.empty_cache()
 
-        # Their log-probs under the reference; what an earlier cache holds is not scored again.
+        # Compute the reference's log-probs; the caches of earlier rounds are reused.
         policy, cache, reuse = rounds.policy(number - 1), str(folder / "cache"), config.cache.reuse
         reference = policy
         if options.reference == "fixed":
@@ -215,9 +225,9 @@ def _round(rounds: Rounds, number: int, progress: Progress) -> dict[str, float] 
             HfReference(reference, own_digests()),
             progress=progress,
         )
-        _say(scored.text(), progress)
+        _log_result(scored.text(), progress)
 
-        # The training begins at the last policy.
+        # Train the last policy.
         is_other = policy != reference
         training = {
             "model": reference,
@@ -229,14 +239,15 @@ def _round(rounds: Rounds, number: int, progress: Progress) -> dict[str, float] 
         trained = train(
             check(Settings(changed(config, training), rounds.origins)), progress=progress
         )
-        gc.collect()  # an engine and its hooks refer to each other
+        gc.collect()  # frees the engine, which is in a reference cycle with its hooks
         torch.cuda.empty_cache()
         if trained.ending != "finished":
             return None
-        _say(trained.text(), progress)
+        _log_result(trained.text(), progress)
         last = read_history(folder / "run" / "metrics.jsonl").learned.row(-1, named=True)
-        known = {name: last[name] for name in TRAINED if last.get(name) is not None}
-        metrics = {f"train/{name}": float(value) for name, value in known.items()}
+        for name in TRAIN_METRICS:
+            if last.get(name) is not None:
+                metrics[f"train/{name}"] = float(last[name])
 
     if rounds.held_out:
         eval_options = {
@@ -252,8 +263,8 @@ def _round(rounds: Rounds, number: int, progress: Progress) -> dict[str, float] 
 
 
 def _sample(rounds: Rounds, number: int, config: Config, prompts: Path, progress: Progress) -> None:
-    """Samples of a round's policy, in this process or by a server that has it."""
-    # The server of the settings is the judge's.
+    """Samples from the policy of a round, in this process or through rounds.serve."""
+    # The server in the settings is the judge's.
     own = {"data.files": [str(prompts)], "server": ServerOptions()}
     config = changed(config, {"model": rounds.policy(number), **own})
     sampler = None
@@ -261,17 +272,17 @@ def _sample(rounds: Rounds, number: int, config: Config, prompts: Path, progress
         if config.rounds.serve:
             log = Path(config.sample.output).with_name("server.log")
             sampler = ServedPolicy(config, rounds.config.server, log, stack, progress)
-        _say(sample(config, progress=progress, sampler=sampler).text(), progress)
+        _log_result(sample(config, progress=progress, sampler=sampler).text(), progress)
 
 
-def _say(text: str, progress: Progress) -> None:
-    """Prints a verb's result without its hint at the next verb, which runs by itself."""
+def _log_result(text: str, progress: Progress) -> None:
+    """Logs the result of a step without its hint at the next command, which rounds run."""
     for line in text.splitlines():
         if not line.startswith("next: "):
             progress.log(line)
 
 
-# The columns of the table, each with the name and the form of its measure.
+# The columns of the table: the metric and its format.
 COLUMNS = {
     "win rate": ("win_rate/previous", ".3f"),
     "95 %": ("", ""),
@@ -284,28 +295,29 @@ COLUMNS = {
 }
 
 
-def _text(rounds: Rounds, lines: Sequence[Finished], known: int, stopped: str) -> str:
-    """A table of the rounds, and where the last policy is."""
+def _text(rounds: Rounds, lines: Sequence[FinishedRound], num_before: int, stopped: str) -> str:
+    """The summary for the terminal: a table of the rounds, and the folder of the last policy."""
     rows, notes = [], []
     for line in lines if rounds.held_out else ():
-        found = {name.removeprefix("held_out/"): of for name, of in line.metrics.items()}
-        cells = {
-            name: format(found[measure], form) if measure in found else "-"
-            for name, (measure, form) in COLUMNS.items()
+        metrics = {name.removeprefix("held_out/"): value for name, value in line.metrics.items()}
+        values = {
+            name: format(metrics[metric], form) if metric in metrics else "-"
+            for name, (metric, form) in COLUMNS.items()
         }
         if line.round:
-            low, high = (found[f"win_rate/previous/{end}"] for end in ("low", "high"))
-            cells["95 %"] = f"{low:.3f}-{high:.3f}"
-            if unjudged := int(found["unjudged/previous"]):
-                all_of = counted(int(found["comparisons/previous"]) + unjudged, "comparisons")
+            low, high = metrics["win_rate/previous/low"], metrics["win_rate/previous/high"]
+            values["95 %"] = f"{low:.3f}-{high:.3f}"
+            if unjudged := int(metrics["unjudged/previous"]):
+                total = counted(int(metrics["comparisons/previous"]) + unjudged, "comparisons")
                 notes.append(
-                    f"round {line.round}: {unjudged:,} of {all_of} with the policy before have no "
-                    "verdict, and are not in its win rate"
+                    f"round {line.round}: the win rate leaves out {unjudged:,} of {total} with the "
+                    "previous policy, which have no verdict"
                 )
-        rows.append([str(line.round), *cells.values()])
-    last, before = max(len(lines) - 1, 0), max(known - 1, 0)
-    said = [*grid(["round", *COLUMNS], rows), *notes] if rows else []
-    said.append(f"{counted(last - before, 'rounds')} made now, {before:,} known before")
-    said += [stopped] if stopped else []
-    said.append(f"last policy: {rounds.policy(last).path}" if last else f"in {rounds.root}")
-    return "\n".join(said)
+        rows.append([str(line.round), *values.values()])
+    last, last_before = max(len(lines) - 1, 0), max(num_before - 1, 0)
+    text = [*grid(["round", *COLUMNS], rows), *notes] if rows else []
+    finished_now = counted(last - last_before, "rounds")
+    text.append(f"{finished_now} finished now, {last_before:,} finished before")
+    text += [stopped] if stopped else []
+    text.append(f"last policy: {rounds.policy(last).path}" if last else f"in {rounds.root}")
+    return "\n".join(text)

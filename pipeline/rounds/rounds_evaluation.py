@@ -1,4 +1,4 @@
-"""Measures of a round: its policy's answers to held-out prompts against earlier policies'."""
+"""Evaluates a round: compares its policy's answers to held-out prompts with earlier policies'."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from .rounds_checks import Rounds
 if TYPE_CHECKING:
     import polars as pl
 
-WORDS = 4  # of an n-gram
+WORDS = 4  # per n-gram
 
 
 def evaluate(rounds: Rounds, number: int, *, progress: Progress) -> dict[str, float]:
-    """Judges the answers of a round's policy to the held-out prompts, which are sampled by now."""
+    """Judges a policy's answers to the held-out prompts, sampled before; returns the metrics."""
 
-    def sampled(of: int) -> pl.DataFrame:
-        return read_table(TableFolder(rounds.folder(of) / "eval-samples", "samples"))[1]
+    def sampled(round_number: int) -> pl.DataFrame:
+        folder = rounds.folder(round_number) / "eval-samples"
+        return read_table(TableFolder(folder, "samples"))[1]
 
-    def judged(of: int, name: str, against: str = "") -> pl.DataFrame:
-        samples, output = rounds.folder(of) / "eval-samples", rounds.folder(of) / name
+    def judged(round_number: int, name: str, against: str = "") -> pl.DataFrame:
+        folder = rounds.folder(round_number)
+        samples, output = folder / "eval-samples", folder / name
         settings = {"judge.output": str(output), "judge.against": against}
         config = changed(rounds.config, {**settings, "tokens.chat_template": ""})
         judge(config, str(samples), progress=progress, sampler=rounds.sampler)
@@ -35,8 +37,8 @@ def evaluate(rounds: Rounds, number: int, *, progress: Progress) -> dict[str, fl
 
     compares = rounds.config.judge.by == "pairwise"
     ours = sampled(number) if compares else judged(number, "eval-judged")
-    found = answering(ours)
-    found["length_growth"] = found["tokens"] / max(answering(sampled(0))["tokens"], 1.0)
+    metrics = sample_means(ours)
+    metrics["length_growth"] = metrics["tokens"] / max(sample_means(sampled(0))["tokens"], 1.0)
     others = {"first": 0, "previous": number - 1} if number else {}
     for name, other in others.items():
         if compares:
@@ -44,17 +46,17 @@ def evaluate(rounds: Rounds, number: int, *, progress: Progress) -> dict[str, fl
             versus = win_rate(judged(number, f"eval-against-{name}", against))
         else:
             versus = win_rate(ours, judged(other, "eval-judged"))
-        found[f"win_rate/{name}"] = versus.rate
-        found[f"win_rate/{name}/low"] = versus.low  # of a 95 % bootstrap interval over prompts
-        found[f"win_rate/{name}/high"] = versus.high
-        found[f"ties/{name}"] = versus.ties
-        found[f"comparisons/{name}"] = float(versus.n)
-        found[f"unjudged/{name}"] = float(versus.unjudged)
-    return {f"held_out/{name}": value for name, value in found.items()}
+        metrics[f"win_rate/{name}"] = versus.rate
+        metrics[f"win_rate/{name}/low"] = versus.low
+        metrics[f"win_rate/{name}/high"] = versus.high
+        metrics[f"ties/{name}"] = versus.ties
+        metrics[f"comparisons/{name}"] = float(versus.n)
+        metrics[f"unjudged/{name}"] = float(versus.unjudged)
+    return {f"held_out/{name}": value for name, value in metrics.items()}
 
 
-def answering(samples: pl.DataFrame) -> dict[str, float]:
-    """Means over samples, judged or not."""
+def sample_means(samples: pl.DataFrame) -> dict[str, float]:
+    """The number of samples, and their mean score, tokens, repetition and truncation."""
     scores = samples["score"].drop_nulls().to_list() if "score" in samples.columns else []
     texts = (
         one if isinstance(one, str) else str(one[0].get("content") or "")
@@ -70,26 +72,26 @@ def answering(samples: pl.DataFrame) -> dict[str, float]:
 
 
 def repeated_share(texts: Iterable[str]) -> float:
-    """The share of 4-grams of words that occur before in the same text; 0 where there is none."""
+    """The share of word 4-grams that occur earlier in the same text; 0 without any 4-gram."""
     total = repeated = 0
     for text in texts:
         words = text.split()
         starts = range(len(words) - WORDS + 1)
-        found = Counter(tuple(words[start : start + WORDS]) for start in starts)
-        total += found.total()
-        repeated += found.total() - len(found)
+        ngrams = Counter(tuple(words[start : start + WORDS]) for start in starts)
+        total += ngrams.total()
+        repeated += ngrams.total() - len(ngrams)
     return repeated / total if total else 0.0
 
 
 def stop_reason(number: int, metrics: Mapping[str, float], options: RoundsOptions) -> str:
-    """Why no round follows one with these metrics; empty where one may, or nothing is held out."""
+    """The reason to stop after a round with these metrics; empty if there is none."""
     after = f"stopped after round {number}:"
     rate = metrics.get("held_out/win_rate/previous", 1.0)
     if rate < options.min_win_rate:
         bound = f"rounds.min_win_rate {options.min_win_rate:g}"
-        return f"{after} its win rate against the policy before is {rate:.3f}, below {bound}"
+        return f"{after} its win rate against the previous policy is {rate:.3f}, below {bound}"
     growth = metrics.get("held_out/length_growth", 0.0)
     if 0 < options.max_length_growth * (1 + 1e-9) < growth:
         bound = f"rounds.max_length_growth {options.max_length_growth:g}"
-        return f"{after} its samples are {growth:.2f} times as long as at first, above {bound}"
+        return f"{after} its samples have {growth:.2f} times the first length, above {bound}"
     return ""

@@ -1,4 +1,4 @@
-"""The policy of a round behind a server of our own, which starts once a sample is missing."""
+"""The policy of a round behind rounds.serve; the server starts only if a sample is missing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from ...schemas.config import Config
 from ...schemas.round_options import ServerOptions
 from ...schemas.samples import SERVER, OpenSampler, Sampler, Sampling
-from ...stages.server.own_server import own_server
+from ...stages.server.policy_server import policy_server
 from ...stages.tracking.progress import Progress
 from ..tables.samplers import sampler_of
 from .rounds_checks import digest_of_model
@@ -18,10 +18,10 @@ from .rounds_checks import digest_of_model
 
 @dataclass(frozen=True)
 class ServedPolicy(Sampler):
-    """A policy that is known by its digest, wherever it is; its server ends with the stack."""
+    """A policy behind a server; samples are stored under the policy's digest."""
 
     config: Config
-    server: ServerOptions  # for its concurrency and timeouts
+    server: ServerOptions  # gives concurrency and timeouts
     log: Path
     stack: ExitStack
     progress: Progress
@@ -32,18 +32,18 @@ class ServedPolicy(Sampler):
         return {"served_model": digest_of_model(self.config.model)}
 
     def open(self, sampling: Sampling) -> OpenSampler:
-        """Starts the server."""
+        """Starts the server, which runs until the stack closes."""
         model, rounds = self.config.model, self.config.rounds
         self.progress.log(f"serving {model.path}; its output is in {self.log}")
         url = self.stack.enter_context(
-            own_server(rounds.serve, model.path, log=self.log, timeout=rounds.serve_timeout)
+            policy_server(rounds.serve, model.path, log=self.log, timeout=rounds.serve_timeout)
         )
         server = replace(
             self.server,
             url=url,
             model=str(Path(model.path).resolve()),
             revision=digest_of_model(model),
-            key_variable="",  # the key is the judge's
-            max_tokens=0,
+            key_variable="",  # the key in the settings is the judge's
+            max_tokens=0,  # a server of this machine costs nothing
         )
         return sampler_of(model, self.config.tokens, server, self.config.scoring).open(sampling)

@@ -1,4 +1,4 @@
-"""Judges samples, or only measures a judge on pairs of known preference."""
+"""`align judge`: judges a table of samples, or measures a judge on gold pairs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ...schemas.config import Config
 from ...schemas.errors import CorruptionError, UsageError, counted
 from ...schemas.json_codec import digest
 from ...schemas.samples import Sampler
-from ...stages.judge.calibration import Calibration, of_comparisons, of_scores
+from ...stages.judge.calibration import Calibration, comparison_shares, score_shares
 from ...stages.judge.template import load_template
-from ...stages.judge.verifiers import verifier_of
+from ...stages.judge.verifiers import load_verifier
 from ...stages.storage.tables import TableFolder, TableManifest, read_table
 from ...stages.tracking.progress import Progress
 from ..parts import Part
@@ -24,23 +24,23 @@ from .judges import (
     Judge,
     JudgeContext,
     JudgeCounts,
-    OthersAreNotDone,
+    PartsPending,
     candidates_of,
     read_gold,
 )
 from .language_judge import language_judge, require_language_model
-from .samplers import require_kept
+from .samplers import require_local_answers
 from .table_inputs import read_input
 
-# The judges that ask a language model, and those that need none.
+# Values of judge.by: judges with a language model, and checks without a model.
 LANGUAGE = ("rubric", "pairwise")
 CHECKS = ("exact", "regex", "function")
 
 
 def open_judge(config: Config, columns: Sequence[str], sampler: Sampler | None = None) -> Judge:
-    """The judge that the settings name, for samples with these columns.
+    """The judge of the settings, for samples with these columns.
 
-    `sampler` stands for the language model that the settings would name.
+    `sampler` replaces the language model of the settings.
     """
     by = config.judge.by
     if by == "reward":
@@ -51,11 +51,14 @@ def open_judge(config: Config, columns: Sequence[str], sampler: Sampler | None =
         return language_judge(config, sampler)
     if by in CHECKS:
         return check_judge(config, columns)
-    raise UsageError("Name the judge by --by: reward, rubric, pairwise, exact, regex or function.")
+    raise UsageError(
+        "judge.by is not set. Name the judge by --by: reward, rubric, pairwise, exact, regex or "
+        "function."
+    )
 
 
 def require_judge(config: Config) -> None:
-    """Refuses what the settings alone get wrong, before there are samples to judge."""
+    """Refuses wrong settings of the judge, before there are samples to judge."""
     options = config.judge
     if options.by in LANGUAGE:
         load_template(options.by, options.template)
@@ -65,18 +68,18 @@ def require_judge(config: Config) -> None:
 
 
 def check_judge(config: Config, columns: Sequence[str]) -> Judge:
-    """A check as a judge; every process checks every sample, and nothing is kept."""
-    verify, identity = verifier_of(config.judge, columns)
+    """A judge without a model; every process checks all samples, and no judgment is stored."""
+    verify, identity = load_verifier(config.judge, columns)
 
     def scores(candidates: Sequence[Candidate], context: JudgeContext) -> Columns:
         context.progress.begin("checking", total=len(candidates), unit="samples")
-        found = []
+        values = []
         for one in candidates:
-            found.append(verify(one.row, one.text))
+            values.append(verify(one.row, one.text))
             context.progress.advance(1)
         context.progress.end()
-        context.counts.new += len(found)
-        return {"score": found}
+        context.counts.new += len(values)
+        return {"score": values}
 
     return Judge({"judge": digest(identity)}, scores)
 
@@ -89,40 +92,42 @@ def judge(
     part: Part | None = None,
     sampler: Sampler | None = None,
 ) -> CommandResult[TableManifest, JudgeCounts]:
-    """Judges a table of samples; what was judged before is not judged again.
+    """Judges a table of samples; stored judgments are reused.
 
-    Of several parts, each that finds all judgments there publishes the table. `sampler` stands for
-    the language model that the settings would name.
+    With several parts, each part that finds all judgments publishes the table. `sampler` replaces
+    the language model of the settings.
     """
-    # The samples, and the judge, which loads no weights yet.
+    # Read the samples and open the judge, which loads no weights yet.
     options = config.judge
     if options.against and options.by != "pairwise":
-        raise UsageError("judge.against: only judge.by pairwise compares with other samples.")
-    require_kept(part, options.output, options.answers, "judge.answers")
+        raise UsageError(
+            f"judge.against is for judge.by pairwise, and judge.by is {options.by}. Leave it out."
+        )
+    require_local_answers(part, options.output, options.answers, "judge.answers")
     if not sampler:
         require_judge(config)
     source = read_input(config, samples, "samples")
     candidates = candidates_of(source.table, samples)
     opened = open_judge(config, source.table.columns, sampler)
 
-    # A table of this very call; one with questions that the judge could not take is made again.
+    # A finished table with the same inputs is the result, unless the judge refused questions.
     folder, counts = TableFolder.at(options.output, "judged"), JudgeCounts()
     made_from = {"samples": source.root, **opened.made_from}
     settings = {"by": options.by, **opened.settings}
-    wanted = (made_from, settings, source.sampling)
-    found = _stored(folder)
-    is_same = found and (found.made_from, found.settings, found.sampling) == wanted
-    if found and is_same and not found.counts.get("questions_not_taken"):
-        counts.known = found.counts.get("judgments", found.counts["judged"])
-        lines = _lines(folder, found, counts)
-        return CommandResult(str(folder), found, counts, lines, part, was_complete=True)
+    inputs = (made_from, settings, source.sampling)
+    existing = _existing_table(folder)
+    is_same = existing and (existing.made_from, existing.settings, existing.sampling) == inputs
+    if existing and is_same and not existing.counts.get("questions_not_taken"):
+        counts.known = existing.counts.get("judgments", existing.counts["judged"])
+        lines = _lines(folder, existing, counts)
+        return CommandResult(str(folder), existing, counts, lines, part, was_complete=True)
 
     with working(folder, "judge", config.tracking, part, name="judge", kept=counts.text) as run:
         run.log_params({f"judge.{name}": str(value) for name, value in settings.items()})
         run.log_dataset("samples", digest=source.root, source=samples, context="judging")
         try:
             columns = opened.columns(candidates, JudgeContext(run, progress, counts, part))
-        except OthersAreNotDone:
+        except PartsPending:
             return CommandResult(str(folder), None, counts, (), part)
         finally:
             run.log_metrics({"judge/new": float(counts.new), "judge/known": float(counts.known)})
@@ -145,13 +150,13 @@ def judge(
         )
         totals = {f"judge/{name}": float(count) for name, count in manifest.counts.items()}
         run.log_metrics({**totals, "judge/rows": float(manifest.rows)})
-        # The folders that were read, as they were named, and the lineage.
-        named = {"samples": samples, "against": options.against}
-        tags = {f"align.{name}": given for name, given in named.items() if given}
+        # Tags name the folders as the user did, and the digests of everything that was read.
+        folders = {"samples": samples, "against": options.against}
+        tags = {f"align.{name}": given for name, given in folders.items() if given}
         for name, root in manifest.made_from.items():
-            tags[f"align.{name}_root" if name in named else f"align.{name}"] = root
-        own = {"align.judged_root": manifest.root, "align.judged": str(folder)}
-        run.set_tags({**tags, **own})
+            tags[f"align.{name}_root" if name in folders else f"align.{name}"] = root
+        tags |= {"align.judged_root": manifest.root, "align.judged": str(folder)}
+        run.set_tags(tags)
     lines = _lines(folder, manifest, counts)
     return CommandResult(str(folder), manifest, counts, lines, part, has_published=True)
 
@@ -159,43 +164,43 @@ def judge(
 def calibrate(
     config: Config, gold: str, *, progress: Progress, sampler: Sampler | None = None
 ) -> Calibration:
-    """Measures a judge on pairs of known preference; its judgments are kept as any others."""
+    """Measures a judge on gold pairs; its judgments are stored like those of samples."""
     config = replace(config, judge=replace(config.judge, against=""))
     options = config.judge
-    require_kept(None, options.output, options.answers, "judge.answers")
+    require_local_answers(None, options.output, options.answers, "judge.answers")
     pairs, columns_of_data, left_out = read_gold(gold, config.data)
     opened = open_judge(config, columns_of_data, sampler)
     folder, counts = TableFolder.at(options.output, "judged"), JudgeCounts()
     with working(folder, "judge", config.tracking, None, name="judge", kept=counts.text) as run:
         context = JudgeContext(run, progress, counts)
         if opened.compare:
-            shares = of_comparisons(opened.compare(pairs, context))
+            shares = comparison_shares(opened.compare(pairs, context))
         else:
             scores = opened.columns([one for pair in pairs for one in pair], context)["score"]
-            shares = of_scores(zip(scores[::2], scores[1::2], strict=True))
-        made = Calibration(options.by, len(pairs), left_out, shares, counts.of_table)
-        run.log_metrics(made.metrics())
-    return made
+            shares = score_shares(zip(scores[::2], scores[1::2], strict=True))
+        measured = Calibration(options.by, len(pairs), left_out, shares, counts.of_table)
+        run.log_metrics(measured.metrics())
+    return measured
 
 
-def _stored(folder: TableFolder) -> TableManifest | None:
-    """The table as it is; none if it is damaged, so that it is made again."""
+def _existing_table(folder: TableFolder) -> TableManifest | None:
+    """The manifest of a finished table; None if there is none, or if the table is damaged."""
     try:
         return read_table(folder)[0] if folder.stored() else None
     except CorruptionError:
         return None
 
 
-def _lines(folder: TableFolder, made: TableManifest, counts: JudgeCounts) -> tuple[str, ...]:
-    """The number of samples with a score, and the judgments made for them."""
-    totals = made.counts
+def _lines(folder: TableFolder, manifest: TableManifest, counts: JudgeCounts) -> tuple[str, ...]:
+    """The summary for the terminal: samples with a score, judgments, comparisons and tokens."""
+    totals = manifest.counts
     scored = f"{totals['judged']:,} of them with a score"
-    lines = [f"{folder}: {counted(made.rows, 'samples')}, {scored}", counts.text()]
+    lines = [f"{folder}: {counted(manifest.rows, 'samples')}, {scored}", counts.text()]
     if totals.get("comparisons"):
         lines.append(
             f"{counted(totals['comparisons'], 'comparisons')}: "
-            f"{totals['comparisons_tied']:,} tied, of these "
-            f"{totals['comparisons_of_equal_texts']:,} of equal texts; "
+            f"{totals['comparisons_tied']:,} tied "
+            f"({totals['comparisons_of_equal_texts']:,} of equal texts), "
             f"{totals['comparisons_refused']:,} refused"
         )
     if "refusals" in totals:
@@ -206,7 +211,8 @@ def _lines(folder: TableFolder, made: TableManifest, counts: JudgeCounts) -> tup
             f"{totals['judge_completion_tokens']:,} written"
         )
     if totals.get("questions_not_taken"):
-        untaken = counted(totals["questions_not_taken"], "questions that the judge refuses")
-        lines.append(f"{untaken}; asked again next time")
-    following = f"next: align select {folder}"
-    return (*lines, following if totals["judged"] else "no sample has a score to select by")
+        refused = counted(totals["questions_not_taken"], "questions that the judge refuses")
+        lines.append(f"{refused}; the same command asks them again")
+    has_scores = bool(totals["judged"])
+    lines.append(f"next: align select {folder}" if has_scores else "no sample has a score")
+    return tuple(lines)

@@ -1,4 +1,4 @@
-"""A reward model as a judge: samples are scored as `align score` scores data."""
+"""A reward model as a judge; it scores samples as `align score` scores data."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ...stages.storage.disk import fs
 from ...stages.storage.output_folder import SCORES
 from ...stages.storage.tables import TableFolder
 from ..jobs.object_inputs import local_model
-from .judges import Candidate, Columns, Judge, JudgeContext, OthersAreNotDone
+from .judges import Candidate, Columns, Judge, JudgeContext, PartsPending
 from .score_rewards import open_reward_model, score_data
 
 OPTIONAL = ("tools", "chat_template_kwargs")
 
 
 def reward_judge(config: Config) -> Judge:
-    """The reward model of the settings, known by the digests of its files."""
+    """The reward model of the settings; the digests of its files identify it."""
     if not config.rewards.model:
-        raise UsageError("judge.by reward: name the reward model by --reward-model DIR.")
+        raise UsageError("judge.by reward needs a model. Name its folder by --reward-model DIR.")
     rewards = replace(config.rewards, model=local_model(config.rewards.model))
     model = replace(config.model, path=rewards.model, adapter="")
     name = digest(dict(open_reward_model(model).identity()))
@@ -35,12 +35,12 @@ def reward_judge(config: Config) -> Judge:
 def _columns(
     config: Config, name: str, candidates: Sequence[Candidate], context: JudgeContext
 ) -> Columns:
-    """The score of each sample that is not blank; equal ones of a prompt are scored once."""
-    # Each prompt with its different samples, as a row of data.
+    """The score of each sample that is not blank; equal samples of a prompt share one score."""
+    # One row of data per prompt, with its distinct samples.
     prompts: dict[str, dict[str, Candidate]] = {}
     for one in candidates:
         if one.text.strip():
-            prompts.setdefault(one.prompt_key, {}).setdefault(_text(one), one)
+            prompts.setdefault(one.prompt_key, {}).setdefault(_content(one), one)
     rows = []
     for own in prompts.values():
         first = next(iter(own.values())).row
@@ -53,7 +53,7 @@ def _columns(
     if not rows:
         return {"score": [None] * len(candidates)}
 
-    # These samples have a folder among those of this model, and reuse the scores of the others.
+    # Each set of samples has a cache of scores below the model's folder, and reuses the others.
     answers = TableFolder.at(config.judge.output, "judged").answers(config.judge.answers)
     home = answers / "reward" / name[:16]
     lines = "".join(rows).encode()
@@ -64,7 +64,7 @@ def _columns(
     if not samples.exists():
         fs.publish(samples, lines)
     earlier = [one.parent for one in sorted(home.glob(f"*/{SCORES}/manifest.json"))]
-    made, found = score_data(
+    result, frame = score_data(
         replace(
             config,
             data=DataOptions(files=[str(samples)], max_bad_frac=1.0),
@@ -72,25 +72,26 @@ def _columns(
                 reuse=[str(one) for one in earlier if one.parent != folder],
                 reuse_known=config.cache.reuse_known,
             ),
-            scoring=replace(config.scoring, executor="inline"),  # a judge has parts alone
-            tracking=config.tracking.none(),  # the judge has a run of its own
+            scoring=replace(config.scoring, executor="inline"),  # judging is spread by parts only
+            tracking=config.tracking.none(),  # the run of judging covers it
         ),
         folder / SCORES,
         open_reward_model,
         progress=context.progress,
         part=context.part,
     )
-    if found is None:
-        raise OthersAreNotDone
+    if frame is None:
+        raise PartsPending
     scores: dict[tuple[str, str], float] = {}
     keys = [*prompts]
-    for place, of_row in found.select("row", "scores").iter_rows():
-        key = keys[place]
-        scores |= {(key, text): of for text, of in zip(prompts[key], of_row, strict=True)}
-    context.counts.new += made.counts.scored
-    context.counts.known += len(scores) - made.counts.scored
-    return {"score": [scores.get((one.prompt_key, _text(one))) for one in candidates]}
+    for row, row_scores in frame.select("row", "scores").iter_rows():
+        key = keys[row]
+        for content, score in zip(prompts[key], row_scores, strict=True):
+            scores[key, content] = score
+    context.counts.new += result.counts.scored
+    context.counts.known += len(scores) - result.counts.scored
+    return {"score": [scores.get((one.prompt_key, _content(one))) for one in candidates]}
 
 
-def _text(one: Candidate) -> str:
+def _content(one: Candidate) -> str:
     return json.dumps(one.row["completion"], sort_keys=True)

@@ -1,4 +1,4 @@
-"""`align sample`: the prompts, the samples that are missing, and the table of all of them."""
+"""`align sample`: reads prompts, draws the missing samples, and writes the table of all samples."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ...schemas.config import Config
 from ...schemas.errors import BadDataError, UsageError, counted, logger
 from ...schemas.json_codec import digest
 from ...schemas.samples import (
-    Drawing,
+    Distribution,
     Prompt,
     Refused,
     Sample,
     Sampler,
+    SampleRequest,
     Sampling,
-    Wanted,
     sample_key,
 )
 from ...stages.data.cells import template_unused
@@ -37,21 +37,22 @@ from ..parts import Part
 from ..work import CommandResult, owned, working
 from .samplers import (
     ANSWERS_AT_ONCE,
-    require_kept,
+    missing_groups,
+    require_local_answers,
     require_sampled_model,
     sampler_of,
     sampling_of,
-    unknown,
     wrapping_of,
 )
 
 SampleResult: TypeAlias = "CommandResult[TableManifest, SampleCounts]"
 
+# Counts of a table of samples, with their words.
 LEFT_OUT = {
     "prompts_too_long": "prompts longer than the context allows",
-    "prompts_refused": "prompts that the server refuses",
+    "prompts_refused": "prompts that the model refuses",
     "rows_that_repeat_a_prompt": "rows that repeat a prompt",
-    "rows_that_cannot_be_used": "rows that cannot be used",
+    "rows_that_cannot_be_used": "unusable rows",
 }
 
 
@@ -62,65 +63,63 @@ def sample(
     part: Part | None = None,
     sampler: Sampler | None = None,
 ) -> SampleResult:
-    """Makes the table of samples that the config describes; known samples are not drawn again.
+    """Makes the table of samples; stored samples are not drawn again.
 
-    A part draws its samples, and makes the table if nothing is missing then. `sampler` stands for
-    the model that the settings would name.
+    A part draws its own samples, and makes the table if no sample is missing afterwards. `sampler`
+    replaces the model of the settings.
     """
-    # What the settings alone get wrong, before data or a model are looked at.
+    # Check the settings before reading data or a model.
     options, counts = config.sample, SampleCounts()
-    require_kept(part, options.output, options.answers, "sample.answers")
+    require_local_answers(part, options.output, options.answers, "sample.answers")
     if config.model.adapter and not config.server.url:
-        from ...stages.model.model_folder import require_peft  # noqa: PLC0415 - servers need none
+        from ...stages.model.model_folder import require_peft  # noqa: PLC0415 - not for servers
 
         require_peft()
     if sampler is None:
         require_sampled_model(config.model, config.server)
 
-    # The prompts of the data, each once, and the samples that are known of them.
+    # Read the distinct prompts, and find the stored samples of them.
     config = with_local_inputs(config)
     sampler = sampler or sampler_of(config.model, config.tokens, config.server, config.scoring)
-    asked = _read(config, sampler)
+    prompts, left_out, notes = _read_prompts(config, sampler)
     folder = TableFolder.at(options.output, "samples")
     sampling, identity = sampling_of(options), dict(sampler.identity())
     numbers = {**asdict(sampling), "n": options.n}
     settings = {**numbers, "model": identity}
     keys = {
         prompt: [sample_key(prompt, number, sampling, identity) for number in range(options.n)]
-        for prompt in asked.prompts
+        for prompt in prompts
     }
     answers = Answers(folder.answers(options.answers))
     counts.known = sum(len(own) - len(answers.missing(own)) for own in keys.values())
-    if counts.known == options.n * len(asked.prompts):
+    if counts.known == options.n * len(prompts):
         with owned(folder, "sample", part):
-            manifest = _published(folder, asked, keys, answers, settings)
-        lines = _lines(folder, manifest, counts, asked.notes)
+            manifest = _publish(folder, prompts, left_out, keys, answers, settings)
+        lines = _lines(folder, manifest, counts, notes)
         return CommandResult(str(folder), manifest, counts, lines, part, was_complete=True)
 
-    named = config.server.model if config.server.url else config.model.path
-    name = run_name(named, "sample", data_name(config.data.files))
+    model = config.server.model if config.server.url else config.model.path
+    name = run_name(model, "sample", data_name(config.data.files))
     with working(folder, "sample", config.tracking, part, name=name, kept=counts.text) as run:
         params = {f"sample.{name}": str(value) for name, value in numbers.items()}
         run.log_params({**params, **identity})
         files = ", ".join(config.data.files)
         run.set_tags({"align.samples": str(folder), "align.model_key": digest(identity)})
         sentence = (
-            f"{options.n} answers of {quoted(model_name(named))} to each of "
-            f"{counted(len(asked.prompts), 'prompts')}."
+            f"{options.n} answers of {quoted(model_name(model))} to each of "
+            f"{counted(len(prompts), 'prompts')}."
         )
-        facts = {"table": folder, "model": named, "prompts": files, **params}
+        facts = {"table": folder, "model": model, "prompts": files, **params}
         run.describe(description(sentence, facts))
-        run.log_dataset(
-            "prompts", digest=digest([*asked.prompts]), source=files, context="sampling"
-        )
+        run.log_dataset("prompts", digest=digest([*prompts]), source=files, context="sampling")
 
-        # Those of about one length beside each other, whatever order they came in.
-        own = sorted(asked.prompts.values(), key=lambda one: (len(str(one.text)), one.key))
+        # Sorted by length, so that a batch needs little padding.
+        own = sorted(prompts.values(), key=lambda one: (len(str(one.text)), one.key))
         own = own[part.number - 1 :: part.count] if part else own
         progress.begin("sampling", total=options.n * len(own), unit="samples")
         logged = 0
-        for drawn in _draw(own, keys, answers, sampler, sampling, progress):
-            counts.add(drawn)
+        for group in _draw(own, keys, answers, sampler, sampling, progress):
+            counts.add(group)
             if counts.new >= logged + ANSWERS_AT_ONCE:
                 logged = counts.new
                 run.log_metrics(counts.metrics(), step=logged)
@@ -128,12 +127,12 @@ def sample(
         progress.end()
 
         answers.look()
-        manifest = _published(folder, asked, keys, answers, settings)
+        manifest = _publish(folder, prompts, left_out, keys, answers, settings)
         if manifest:
             totals = {f"table/{name}": float(count) for name, count in manifest.counts.items()}
             run.log_metrics(totals, step=counts.new)
             run.set_tags({"align.samples_root": manifest.root})
-    lines = _lines(folder, manifest, counts, asked.notes)
+    lines = _lines(folder, manifest, counts, notes)
     return CommandResult(
         str(folder), manifest, counts, lines, part, has_published=manifest is not None
     )
@@ -147,47 +146,54 @@ def _draw(
     sampling: Sampling,
     progress: Progress,
 ) -> Iterator[Sequence[Sample | Refused]]:
-    """Draws the missing samples of prompts; they are durable before more are asked for."""
+    """Draws the missing samples of prompts; each group is durable before the next is requested."""
     opened = None
-    places = {key: (one, n) for one in prompts for n, key in enumerate(keys[one.key])}
-    for missing in unknown(answers, [*places], sampler=sampler, progress=progress):
-        wanted: dict[str, Wanted] = {}
+    sample_of_key = {key: (one, n) for one in prompts for n, key in enumerate(keys[one.key])}
+    for missing in missing_groups(answers, [*sample_of_key], sampler=sampler, progress=progress):
+        numbers: dict[str, tuple[Prompt, list[int]]] = {}
         for key in missing:
-            prompt, number = places[key]
-            found = wanted.get(prompt.key, Wanted(prompt, ()))
-            wanted[prompt.key] = Wanted(prompt, (*found.numbers, number))
+            prompt, number = sample_of_key[key]
+            numbers.setdefault(prompt.key, (prompt, []))[1].append(number)
+        requests = [SampleRequest(prompt, tuple(own)) for prompt, own in numbers.values()]
         opened = opened or sampler.open(sampling)
-        for drawn in opened.sample([*wanted.values()]):
-            keyed = [(keys[one.prompt][one.number], one) for one in drawn]
-            answers.add(
-                {key: asdict(one) for key, one in keyed if isinstance(one, Sample)},
-                {key: one.reason for key, one in keyed if isinstance(one, Refused)},
-            )
-            tokens = sum(one.completion_tokens for one in drawn if isinstance(one, Sample))
-            progress.advance(len(drawn), tokens=tokens)
-            yield drawn
+        for group in opened.sample(requests):
+            drawn: dict[str, dict[str, Any]] = {}
+            refused: dict[str, str] = {}
+            tokens = 0
+            for one in group:
+                key = keys[one.prompt][one.number]
+                if isinstance(one, Refused):
+                    refused[key] = one.reason
+                else:
+                    drawn[key] = asdict(one)
+                    tokens += one.completion_tokens
+            answers.add(drawn, refused)
+            progress.advance(len(group), tokens=tokens)
+            yield group
 
 
 @dataclass
 class SampleCounts:
-    """Counts of the samples that this process has drawn."""
+    """Counts of the samples of this process."""
 
-    new: int = 0
-    completion_tokens: int = 0
-    known: int = 0  # samples that were there before
+    new: int = 0  # drawn by this process
+    completion_tokens: int = 0  # of the new ones
+    known: int = 0  # cached before
     refused: set[str] = field(default_factory=set)  # keys of prompts
-    began: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=time.perf_counter)
 
-    def add(self, drawn: Sequence[Sample | Refused]) -> None:
-        """Counts samples."""
-        samples = [one for one in drawn if isinstance(one, Sample)]
-        self.refused |= {one.prompt for one in drawn if isinstance(one, Refused)}
-        self.new += len(samples)
-        self.completion_tokens += sum(one.completion_tokens for one in samples)
+    def add(self, group: Sequence[Sample | Refused]) -> None:
+        """Counts a group of samples."""
+        for one in group:
+            if isinstance(one, Refused):
+                self.refused.add(one.prompt)
+            else:
+                self.new += 1
+                self.completion_tokens += one.completion_tokens
 
     def metrics(self) -> dict[str, float]:
-        """The counts as metrics of a tracking store."""
-        seconds = time.perf_counter() - self.began  # with the reading of the prompts
+        """The counts by metric name."""
+        seconds = time.perf_counter() - self.started  # includes reading the prompts
         return {
             "samples/new": float(self.new),
             "samples/refused_prompts": float(len(self.refused)),
@@ -196,35 +202,33 @@ class SampleCounts:
         }
 
     def text(self) -> str:
-        """The counts of new and known samples."""
-        made = f"{counted(self.new, 'samples')} made now, {self.known:,} known before"
-        return f"{made}, in {time.perf_counter() - self.began:.1f} s"
+        """The counts of new and cached samples, and the time."""
+        seconds = time.perf_counter() - self.started
+        new = counted(self.new, "samples")
+        return f"{new} drawn now, {self.known:,} cached before, in {seconds:.1f} s"
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """The prompts of the data, by their keys and in their order, and what was left out."""
+def _read_prompts(
+    config: Config, sampler: Sampler
+) -> tuple[Mapping[str, Prompt], Mapping[str, int], Sequence[str]]:
+    """Reads the prompts; refuses data with too many unusable rows.
 
-    prompts: Mapping[str, Prompt]
-    left_out: Mapping[str, int]
-    notes: Sequence[str]
-
-
-def _read(config: Config, sampler: Sampler) -> _Asked:
-    """Reads the prompts; refuses too many that cannot be used."""
+    Returns the distinct prompts by key in the order of the data, counts of what is left out, and
+    notes for the summary.
+    """
     for name in config.data.files:
         cache = Cache(Path(name))
         if cache.manifest_file.is_file() and cache.data.is_dir():
             made_from = ", ".join(entry.name for entry in cache.manifest().inputs)
             raise UsageError(
-                f"{name} is a cache: it holds the text of its prompts only as a template rendered "
-                f"it. Name the data that it was made from: {made_from}."
+                f"{name} is a cache, which has no text of prompts before the chat template. Name "
+                f"the data that it was made from: {made_from}."
             )
     inputs = inputs_of(config.data)
     rows = read_prompts(inputs, config.data.map, wrapping_of(config))
-    prompts = unique_prompts(map(sampler.fitted, rows.prompts))
+    prompts = unique_prompts(map(sampler.normalized, rows.prompts))
 
-    # Prompts that the model cannot complete: a long one is left out, any other is a bad row.
+    # A prompt that is too long is left out; one that the model cannot complete is a bad row.
     refused = sampler.refused([*prompts.values()], sampling_of(config.sample))
     too_long = [bad for bad in refused.values() if bad.reason == "too_long"]
     failed = [bad for bad in refused.values() if bad.reason != "too_long"]
@@ -244,61 +248,63 @@ def _read(config: Config, sampler: Sampler) -> _Asked:
             "--max-new-tokens, or use a model with a longer context."
         )
 
-    notes = [f"column {name!r} is not carried: the table has its own" for name in rows.not_carried]
+    notes = [
+        f"column {name!r} is left out, because the table has a column of that name"
+        for name in rows.not_carried
+    ]
     texts = sum(isinstance(prompt.text, str) for prompt in prompts.values())
     if texts and config.data.wrap == "auto" and sampler.has_template:
         notes.append(template_unused(texts, "prompts"))
-    return _Asked(prompts, left_out, notes)
+    return prompts, left_out, notes
 
 
-def _published(
+def _publish(
     folder: TableFolder,
-    asked: _Asked,
+    prompts: Mapping[str, Prompt],
+    left_out: Mapping[str, int],
     keys: Mapping[str, Sequence[str]],
     answers: Answers,
     settings: Mapping[str, Any],
 ) -> TableManifest | None:
-    """Writes the table, unless a sample is missing that was not refused."""
+    """Writes the table of all prompts that are not refused; None while samples are missing."""
     reasons = answers.refused(key for own in keys.values() for key in own)
-    prompts = {
-        prompt: asked.prompts[prompt]
-        for prompt, own in keys.items()
-        if reasons.keys().isdisjoint(own)
+    answered = {
+        key: prompt for key, prompt in prompts.items() if reasons.keys().isdisjoint(keys[key])
     }
-    refused = len(keys) - len(prompts)
-    if refused:
+    num_refused = len(prompts) - len(answered)
+    if num_refused:
         first = next(iter(reasons.values()))
-        what = f"the model refuses {refused:,} of {counted(len(keys), 'prompts')}"
-        if not prompts:
-            raise UsageError(f"{what}: {first}. Change the setting or the model that it names.")
-        logger.warning("%s, the first with: %s", what, first)
-    own = [key for prompt in prompts for key in keys[prompt]]
+        refusal = f"the model refuses {num_refused:,} of {counted(len(prompts), 'prompts')}"
+        if not answered:
+            raise UsageError(f"{refusal}: {first}. Change the setting, or use another model.")
+        logger.warning("%s; the first because: %s", refusal, first)
+    own = [key for prompt in answered for key in keys[prompt]]
     if answers.missing(own):
         return None
-    found = dict(answers.of(own))
-    drawn = [Sample(**found[key]) for key in own]
+    stored = dict(answers.of(own))
+    samples = [Sample(**stored[key]) for key in own]
     return folder.publish(
-        sample_table(prompts, drawn),
-        made_from={"prompts": digest([*prompts]), "model": digest(settings["model"])},
+        sample_table(answered, samples),
+        made_from={"prompts": digest([*answered]), "model": digest(settings["model"])},
         settings=settings,
         counts={
-            **asked.left_out,
-            "prompts": len(prompts),
-            "prompts_refused": refused,
-            "samples": len(drawn),
-            "cut": sum(one.finish == "length" for one in drawn),
-            "empty": sum(not one.text.strip() for one in drawn),
-            "prompt_tokens": sum(one.prompt_tokens for one in drawn if one.number == 0),
-            "completion_tokens": sum(one.completion_tokens for one in drawn),
+            **left_out,
+            "prompts": len(answered),
+            "prompts_refused": num_refused,
+            "samples": len(samples),
+            "cut": sum(one.finish == "length" for one in samples),
+            "empty": sum(not one.text.strip() for one in samples),
+            "prompt_tokens": sum(one.prompt_tokens for one in samples if one.number == 0),
+            "completion_tokens": sum(one.completion_tokens for one in samples),
         },
-        sampling=Drawing(settings["temperature"], settings["top_p"], settings["top_k"]),
+        sampling=Distribution(settings["temperature"], settings["top_p"], settings["top_k"]),
     )
 
 
 def _lines(
     folder: TableFolder, manifest: TableManifest | None, counts: SampleCounts, notes: Sequence[str]
 ) -> tuple[str, ...]:
-    """A summary of the table: its samples, their mean length, and what was left out."""
+    """The summary for the terminal: samples, their mean length, and what is left out."""
     if manifest is None:
         return ()
     totals = manifest.counts

@@ -1,4 +1,4 @@
-"""Samplers: a model in this process, or one behind a server."""
+"""Makes samplers: a model in this process, or one behind a server."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ...schemas.samples import (
     Refused,
     Sample,
     Sampler,
+    SampleRequest,
     Sampling,
-    Wanted,
 )
 from ...stages.data.cells import Wrapping
 from ...stages.storage.answers import Answers
@@ -29,30 +29,30 @@ from ...stages.tracking.progress import Progress
 from ..jobs.object_inputs import local_options
 from ..parts import Part
 
-if TYPE_CHECKING:  # both import transformers, which a server does without
+if TYPE_CHECKING:  # both import transformers, which sampling from a server does not need
     from ...stages.data.tokenizer import TextTokenizer
     from ...stages.model.generate import Generator
 
 
-ANSWERS_AT_ONCE = 512  # of a local model: several batches, so that few of them are not full
+ANSWERS_AT_ONCE = 512  # requested from a local model: many batches, of which few are not full
 
 
-def require_kept(part: Part | None, output: str, answers: str, setting: str) -> None:
-    """Refuses answers in a store, and a part whose answers no other machine would see."""
+def require_local_answers(part: Part | None, output: str, answers: str, setting: str) -> None:
+    """Refuses to store answers in a bucket, and parts without a common folder of answers."""
     if is_remote(answers) or (part and is_remote(output) and not answers):
         raise UsageError(
-            f"{setting}: answers are kept on a disk, and {answers or output} is none. Name a "
-            f"folder that all parts see: --set {setting}=DIR."
+            f"{setting}: answers cannot be stored in the bucket {answers or output}. Name a folder "
+            f"on a disk that all parts share: --set {setting}=DIR."
         )
 
 
-def unknown(
+def missing_groups(
     answers: Answers, keys: Sequence[str], *, sampler: Sampler, progress: Progress
 ) -> Iterator[list[str]]:
-    """The keys without an answer, group by group; the others advance the progress.
+    """Yields the keys without an answer, group by group; other keys advance the progress.
 
-    Before each group the answers of other processes are read: nothing is paid for twice. A local
-    model fills its batches from a group; a server is sent all requests side by side.
+    The answers of other processes are read before each group, so nothing is paid for twice. A
+    group for a local model fills its batches; a server gets all keys as one group.
     """
     size = ANSWERS_AT_ONCE if sampler.device != SERVER else max(1, len(keys))
     for start in range(0, len(keys), size):
@@ -68,7 +68,7 @@ def unknown(
 def sampler_of(
     model: ModelOptions, tokens: TokenOptions, server: ServerOptions, scoring: ScoringOptions
 ) -> Sampler:
-    """The server, if one is named; else the model, whose folder may be in an object store."""
+    """The server of the settings, or else their model, whose folder may be in a bucket."""
     require_sampled_model(model, server)
     if not server.url:
         return LocalSampler(local_options(model), tokens, scoring.tokens_per_batch)
@@ -83,17 +83,18 @@ def sampler_of(
 
 
 def require_sampled_model(model: ModelOptions, server: ServerOptions) -> None:
-    """Refuses settings that name no model which samples can be drawn from."""
+    """Refuses settings that name no model to sample from."""
     if server.url:
         require_openai()
     elif not model.path:
         raise UsageError(
-            "No model to sample from. Pass --model DIR, or --server URL for one behind a server."
+            "There is no model to sample from. Name its folder by --model DIR, or its server by "
+            "--server URL."
         )
 
 
 def require_openai() -> None:
-    """Refuses to ask a server without the package of its client."""
+    """Refuses to use a server if the package of its client is not installed."""
     if find_spec("openai") is None:
         raise UsageError(
             "server.url needs the package openai. Install it: "
@@ -102,7 +103,7 @@ def require_openai() -> None:
 
 
 def wrapping_of(config: Config) -> Wrapping:
-    """The wrapping of plain-text prompts; without a model folder, no template is looked at."""
+    """The wrapping of plain-text prompts; only a model folder has a chat template for it."""
     wrap, model = config.data.wrap, config.model
     if not (model.path and Wrapping.of(wrap).is_chat):
         return Wrapping.of(wrap)
@@ -113,7 +114,7 @@ def wrapping_of(config: Config) -> Wrapping:
 
 
 def sampling_of(options: SampleOptions) -> Sampling:
-    """The sampling parameters of the settings."""
+    """The settings of sampling that determine a sample."""
     return Sampling(
         temperature=options.temperature,
         top_p=options.top_p,
@@ -124,7 +125,7 @@ def sampling_of(options: SampleOptions) -> Sampling:
 
 
 class LocalSampler(Sampler):
-    """A model folder; its weights are loaded once something is drawn."""
+    """A model folder as a sampler; its weights are loaded when it is opened."""
 
     def __init__(self, model: ModelOptions, tokens: TokenOptions, tokens_per_batch: int) -> None:
         from ...stages.data.tokenizer import load_tokenizer
@@ -139,12 +140,12 @@ class LocalSampler(Sampler):
 
     @property
     def device(self) -> str:
-        """The device it computes on."""
+        """The device that the model runs on."""
         return self._reference.device
 
     @property
     def context(self) -> int | None:
-        """Most tokens of a prompt and its answer, where the model has a bound."""
+        """The most tokens of a prompt with its answer; None if the model has no limit."""
         return self._reference.context()
 
     @property
@@ -153,12 +154,12 @@ class LocalSampler(Sampler):
         return self._tokenizer.chat is not None
 
     def identity(self) -> Mapping[str, str]:
-        """Digests of the model, its tokenizer and template, and how tokens are drawn."""
+        """Digests of the model, its tokenizer and template, and the version of sampling."""
         from ...stages.data.tokenizer import tokenizer_fingerprint
         from ...stages.model.generate import SAMPLING_VERSION
 
         found = dict(self._reference.identity())
-        del found["numerics.head"]  # scores are not computed
+        del found["numerics.head"]  # sampling computes no log-probs
         return {
             **found,
             **tokenizer_fingerprint(self._tokenizer),
@@ -166,16 +167,16 @@ class LocalSampler(Sampler):
             "numerics.sampling": SAMPLING_VERSION,
         }
 
-    def fitted(self, prompt: Prompt) -> Prompt:
-        """The prompt with its calls of tools in the form that the chat template writes."""
+    def normalized(self, prompt: Prompt) -> Prompt:
+        """The prompt with its tool calls in the form that the chat template expects."""
         try:
-            text_row = self._tokenizer.fitted(_text_row(prompt))
-        except BadRow:  # it is among the refused
+            text_row = self._tokenizer.normalized(_text_row(prompt))
+        except BadRow:  # `refused` reports it
             return prompt
         return replace(prompt, text=text_row.prompt, tools=text_row.tools)
 
     def refused(self, prompts: Sequence[Prompt], sampling: Sampling) -> Mapping[str, BadRow]:
-        """Prompts that fill the model's context, or fail in its template."""
+        """The prompts that do not fit the model's context, or fail in its template."""
         found: dict[str, BadRow] = {}
         context = self.context
         most = None if context is None else context - sampling.max_new_tokens
@@ -183,13 +184,13 @@ class LocalSampler(Sampler):
             try:
                 length = len(self.ids_of(prompt))
                 if most is not None and length > most:
-                    raise BadRow("too_long", f"{length:,} tokens, and there is room for {most:,}")
+                    raise BadRow("too_long", f"{length:,} tokens, and {most:,} fit")
             except BadRow as bad:
                 found[prompt.key] = bad
         return found
 
     def ids_of(self, prompt: Prompt) -> list[int]:
-        """The prompt as stage 1 renders it for an assistant that is about to answer."""
+        """The token ids of the prompt as in stage 1, up to the start of the assistant's answer."""
         return _ids(prompt, self._tokenizer)
 
     def text_of(self, tokens: Sequence[int]) -> str:
@@ -209,59 +210,59 @@ class LocalSampler(Sampler):
         )
         return OpenLocalSampler(self, generator, sampling)
 
-    def likeliest(self, prompts: Sequence[Sequence[int]], most: int) -> list[tuple[str, bool]]:
-        """The answer to each prompt, always the likeliest token, and whether it ended by itself."""
+    def greedy_answers(self, prompts: Sequence[Sequence[int]], most: int) -> list[tuple[str, bool]]:
+        """The greedy answer to each prompt, and whether it ended before `most` tokens."""
         from ...stages.model.generate import PromptTokens
 
-        asked = [PromptTokens(ids, [0]) for ids in prompts]
         opened = self.open(Sampling(temperature=0.0, max_new_tokens=most))
-        drawn = {one.prompt: one for batch in opened.generator.draw(asked) for one in batch}
-        every = (drawn[index] for index in range(len(asked)))
-        return [(self.text_of(one.tokens), one.has_stopped) for one in every]
+        answers = [("", False)] * len(prompts)
+        for batch in opened.generator.draw([PromptTokens(ids, [0]) for ids in prompts]):
+            for one in batch:
+                answers[one.prompt] = self.text_of(one.tokens), one.has_stopped
+        return answers
 
 
 @dataclass(frozen=True)
 class OpenLocalSampler:
-    """A model that is loaded."""
+    """A model folder with its weights loaded."""
 
     sampler: LocalSampler
     generator: Generator
     sampling: Sampling
 
-    def sample(self, wanted: Sequence[Wanted]) -> Iterator[Sequence[Sample | Refused]]:
-        """Yields the refusals, then the samples of each batch."""
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Sequence[Sample | Refused]]:
+        """Yields all refusals, then the samples of each batch."""
         from ...stages.model.generate import PromptTokens
         from ...stages.model.keyed_noise import stream_of
 
-        refused = self.sampler.refused([one.prompt for one in wanted], self.sampling)
+        bad_rows = self.sampler.refused([one.prompt for one in requests], self.sampling)
+        refused: list[Refused] = []
+        possible: list[SampleRequest] = []
+        prompts: list[PromptTokens] = []
+        for one in requests:
+            key = one.prompt.key
+            if key in bad_rows:
+                refused += [Refused(key, number, bad_rows[key].detail) for number in one.numbers]
+                continue
+            streams = [stream_of(key, self.sampling.seed, number) for number in one.numbers]
+            prompts.append(PromptTokens(self.sampler.ids_of(one.prompt), streams))
+            possible.append(one)
         if refused:
-            yield [
-                Refused(one.prompt.key, number, refused[one.prompt.key].detail)
-                for one in wanted
-                for number in one.numbers
-                if one.prompt.key in refused
-            ]
-        rest = [one for one in wanted if one.prompt.key not in refused]
-        seed = self.sampling.seed
-        asked = [
-            PromptTokens(
-                self.sampler.ids_of(one.prompt),
-                [stream_of(one.prompt.key, seed, number) for number in one.numbers],
-            )
-            for one in rest
-        ]
-        for batch in self.generator.draw(asked):
-            yield [
-                Sample(
-                    prompt=rest[drawn.prompt].prompt.key,
-                    number=rest[drawn.prompt].numbers[drawn.stream],
+            yield refused
+        for batch in self.generator.draw(prompts):
+            samples = []
+            for drawn in batch:
+                request = possible[drawn.prompt]
+                sample = Sample(
+                    prompt=request.prompt.key,
+                    number=request.numbers[drawn.stream],
                     text=self.sampler.text_of(drawn.tokens),
                     finish="stop" if drawn.has_stopped else "length",
-                    prompt_tokens=len(asked[drawn.prompt].ids),
+                    prompt_tokens=len(prompts[drawn.prompt].ids),
                     completion_tokens=len(drawn.tokens) + drawn.has_stopped,
                 )
-                for drawn in batch
-            ]
+                samples.append(sample)
+            yield samples
 
 
 def _ids(prompt: Prompt, tokenizer: TextTokenizer) -> list[int]:
@@ -273,7 +274,7 @@ def _ids(prompt: Prompt, tokenizer: TextTokenizer) -> list[int]:
 
 
 def _text_row(prompt: Prompt) -> TextRow:
-    """A row with the prompt and some answer to it."""
+    """A row with the prompt and any completion, as the tokenizer expects."""
     answer = "x" if isinstance(prompt.text, str) else ({"role": "assistant", "content": "x"},)
     return TextRow(
         file=0,

@@ -1,4 +1,4 @@
-"""Rewards in order: score completions as stage 1 does, then write the data with its scores."""
+"""`align score`: scores completions with a reward model, and writes the data with the scores."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from ..ray_actors import require_executor
 from .table_inputs import given_to_template, plain
 
 ROWS = "rows.jsonl"
-NO_MORE: tuple[int, int, list[float]] = (-1, -1, [])  # behind the last row with scores
+END: tuple[int, int, list[float]] = (-1, -1, [])  # after the last row with scores
 
 
 def open_reward_model(options: ModelOptions) -> HfReward:
-    """A reward model, whose weights are not loaded yet."""
+    """A reward model; its weights are not loaded yet."""
     return HfReward(options, own_digests())
 
 
@@ -49,16 +49,16 @@ def rewards_from_model(
     progress: Progress,
     part: Part | None = None,
 ) -> PrecomputeResult:
-    """Scores every completion with a reward model, and writes the data with their scores.
+    """Scores every completion with a reward model, and writes the data with the scores.
 
-    Of several parts, each that finds all completions scored writes the data.
+    With several parts, each part that finds all completions scored writes the data.
     """
-    # The data and the output folder, before hours of scoring.
+    # Check the data and the output folder before hours of scoring.
     require_executor(config.scoring, part)
     folder = require_on_disk(config.rewards.output, "scored data are")
     if not folder.absolute().parent.is_dir():
         raise UsageError(
-            f"{folder}: its parent is not a folder. Make it, or choose another --output."
+            f"The parent of {folder} is not a folder. Make it, or choose another --output."
         )
     config = with_local_inputs(config)
     inputs = inputs_of(config.data)
@@ -67,32 +67,32 @@ def rewards_from_model(
     shape = replace(shape, wrap=Wrapping.of(config.data.wrap))
     if shape.declared.is_long:
         raise UsageError(
-            f"{inputs[0].path} has one completion in a row and a score for each. Take the scores "
-            "out, or put the completions of a prompt into one row (prompt, completions)."
+            f"{inputs[0].path} has one scored completion per row. Remove the scores, or put all "
+            "completions of a prompt into one row (prompt, completions)."
         )
     output = OutputFolder(folder, "rewards")
     output.prepare()
     output.require_ours(ROWS)
 
-    made, found = score_data(config, folder / SCORES, open_reward, progress=progress, part=part)
-    if found is None:
-        return made
+    result, frame = score_data(config, folder / SCORES, open_reward, progress=progress, part=part)
+    if frame is None:
+        return result
 
-    # The data are read again, because the shards hold token ids and no text. Shards name files by
-    # their bytes, and a file may be given twice.
+    # The data are read again, because shards have token ids and no text. Shards identify a file by
+    # its content, and the settings may name a file twice.
     identities = pl.Series("file", [file_identity(one.sha256) for one in before], pl.UInt64)
     files = pl.DataFrame(identities).with_row_index("place")
-    scored = files.join(found, on="file").sort("place", "row")["place", "row", "scores"].iter_rows()
+    scored = files.join(frame, on="file").sort("place", "row")["place", "row", "scores"].iter_rows()
     rows_in = 0
 
     def rewarded() -> Iterator[tuple[TextRow, Sequence[float]]]:
         nonlocal rows_in
-        file, row, scores = next(scored, NO_MORE)
+        file, row, scores = next(scored, END)
         for text_row in read_text_rows(inputs, shape):
             rows_in += 1
             if isinstance(text_row, TextRow) and (text_row.file, text_row.row) == (file, row):
                 yield text_row, scores
-                file, row, scores = next(scored, NO_MORE)
+                file, row, scores = next(scored, END)
         require_unchanged(inputs, before)
 
     rows, completions = write_rewarded(output, rewarded())
@@ -100,11 +100,11 @@ def rewards_from_model(
     with_score = counted(completions, "completions with a score")
     lines = [f"{path}: {counted(rows, 'rows')}, {with_score}"]
     if rows < rows_in:
-        lines.append(f"left out as unusable: {counted(rows_in - rows, 'rows')}")
+        lines.append(f"left out: {counted(rows_in - rows, 'unusable rows')}")
     if shape.unread:
         lines.append(f"note: {not_read(shape.unread)}")
     lines.append(f"next: align precompute-ref {path}")
-    return replace(made, folder=folder, lines=tuple(lines), has_published=True)
+    return replace(result, folder=folder, lines=tuple(lines), has_published=True)
 
 
 def score_data(
@@ -117,29 +117,29 @@ def score_data(
 ) -> tuple[PrecomputeResult, pl.DataFrame | None]:
     """Scores every completion into a cache whose reference is the reward model.
 
-    The scores of each row are those of its completions; None while other parts are not done.
+    Returns a frame with the columns file, row and scores; None while other parts are not done.
     """
     model = replace(config.model, path=config.rewards.model, adapter="")
     cache = replace(config.cache, output=str(output), kl_pairs=0, token_logps=False, scored=True)
-    tokens = replace(config.tokens, learn="all")  # a score is of the whole completion
+    tokens = replace(config.tokens, learn="all")  # a score covers the whole completion
     scoring = replace(config, model=model, cache=cache, tokens=tokens)
-    made = precompute(scoring, open_reward(model), progress=progress, part=part, stage="score")
-    if not made.manifest:
-        return made, None
+    result = precompute(scoring, open_reward(model), progress=progress, part=part, stage="score")
+    if not result.manifest:
+        return result, None
     frames = []
-    for shard in made.manifest.shards:
+    for shard in result.manifest.shards:
         rows = read_shard(Cache(output).shard(shard))
         scores = [one.tolist() for one in Ragged(rows.logps, rows.completion_offsets)]
         columns = {"file": rows.file, "row": rows.row}
         lists = pl.Series(scores, dtype=pl.List(pl.Float64))
         frames.append(pl.DataFrame({**columns, "scores": lists}))
-    return made, pl.concat(frames).unique(["file", "row"])
+    return result, pl.concat(frames).unique(["file", "row"])
 
 
 def write_rewarded(
     output: OutputFolder, rows: Iterable[tuple[TextRow, Sequence[float]]]
 ) -> tuple[int, int]:
-    """Writes the file in one step; returns how many rows and completions it holds."""
+    """Writes the file in one step; returns the numbers of its rows and completions."""
     num_rows = num_completions = 0
     content = hashlib.sha256()
     output.require_ours(ROWS)

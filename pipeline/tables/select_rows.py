@@ -1,4 +1,4 @@
-"""Selects rows of preference data: reads judged samples, chooses, writes the selected table."""
+"""`align select`: selects preference data from judged samples."""
 
 from __future__ import annotations
 
@@ -27,48 +27,48 @@ ROWS = {
 
 @dataclass(frozen=True)
 class SelectResult:
-    """The selected rows, where they are, and what was left out."""
+    """The table of selected rows."""
 
     folder: str
     manifest: TableManifest
 
     def text(self) -> str:
-        """A summary of a few lines."""
+        """The summary for the terminal: rows, and what is left out."""
         counts, settings = self.manifest.counts, self.manifest.settings
         kind = settings["rows"]
-        lines = [f"{self.folder}: {counted(counts['rows'], ROWS[kind])} of {_made_of(counts)}"]
+        lines = [f"{self.folder}: {counted(counts['rows'], ROWS[kind])} from {_inputs_of(counts)}"]
         lines += [f"left out: {reason}" for reason in _left_out(counts, kind)]
         if settings["max_length_ratio"] and settings["length"] == "characters":
-            lines.append("lengths are in characters: the samples have no completion_tokens")
+            lines.append("lengths are in characters, because the samples have no completion_tokens")
         tokens = " --token-logps" if kind == "groups" else ""  # GRPO and PPO need them
         return "\n".join([*lines, f"next: align precompute-ref {self.folder}{tokens}"])
 
 
 def select(config: Config, judged: str) -> SelectResult:
-    """Makes preference data of judged samples, or of scored rows in a plain file."""
-    # Settings that would be ignored, or that no row can meet.
+    """Selects preference data from judged samples, or from scored rows of a plain file."""
+    # Refuse settings that have no effect, or that no row can meet.
     options = config.select
     for name in ("min_gap", "max_length_ratio"):
         if getattr(options, name) and ROWS[options.rows] != "pairs":
             raise UsageError(
-                f"select.{name} is of pairs, and select.rows is {options.rows}. Leave it out, or "
+                f"select.{name} is for pairs, and select.rows is {options.rows}. Leave it out, or "
                 "set select.rows to best_worst or all_pairs."
             )
     if 0 < options.max_length_ratio < 1:
         raise UsageError(
-            f"select.max_length_ratio is {options.max_length_ratio:g}; expected at least 1, or 0 "
-            "for any: it is the longer length over the shorter."
+            f"select.max_length_ratio is {options.max_length_ratio:g}, and it is the longer length "
+            "divided by the shorter. Set it to at least 1, or to 0 for no limit."
         )
 
     source = read_input(config, judged, "judged")
     unit = "tokens" if "completion_tokens" in source.table.columns else "characters"
-    table, found = select_rows(_described(source.table, unit), options)
-    counts = {**source.left_out, **found}
+    table, selected = select_rows(_with_measures(source.table, unit), options)
+    counts = {**source.left_out, **selected}
     if not counts["rows"]:
         raise UsageError(
-            f"{judged}: no row is left of {_made_of(counts)}. Left out: "
-            f"{', '.join(_left_out(counts, options.rows))}. Sample more (align sample -n), judge "
-            "otherwise, or allow what was left out: --min-gap, --max-length-ratio, --keep-cut."
+            f"{judged}: no row can be made from {_inputs_of(counts)}. Left out: "
+            f"{', '.join(_left_out(counts, options.rows))}. Sample more (align sample -n), or "
+            "relax --min-gap, --max-length-ratio or --keep-cut."
         )
     settings = {**asdict(options), "length": unit}
     del settings["output"]
@@ -84,9 +84,9 @@ def select(config: Config, judged: str) -> SelectResult:
     return SelectResult(str(output), manifest)
 
 
-def _described(table: pl.DataFrame, unit: str) -> pl.DataFrame:
-    """The samples with what they are compared by: digests of their texts, not the texts."""
-    texts: list[str | None] = []  # None for one that stage 1 would refuse
+def _with_measures(table: pl.DataFrame, unit: str) -> pl.DataFrame:
+    """The samples with the columns that selection compares: text (a digest), is_cut and length."""
+    texts: list[str | None] = []  # None for a completion that stage 1 would refuse
     characters: list[int] = []
     for prompt, completion in table.select("prompt", "completion").iter_rows():
         try:
@@ -108,23 +108,23 @@ def _described(table: pl.DataFrame, unit: str) -> pl.DataFrame:
     )
 
 
-def _made_of(counts: Mapping[str, int]) -> str:
+def _inputs_of(counts: Mapping[str, int]) -> str:
     return f"{counted(counts['prompts'], 'prompts')}, {counted(counts['samples'], 'samples')}"
 
 
 def _left_out(counts: Mapping[str, int], kind: str) -> list[str]:
-    """Counts of what was left out, reason by reason, in words."""
+    """The counts of what is left out, in words, one per reason."""
     fewest = 2 if ROWS[kind] == "pairs" else 1
-    of_pairs = "pairs" if kind == "all_pairs" else "prompts whose pairs are"
+    pairs = "pairs" if kind == "all_pairs" else "prompts without a pair"
     reasons = {
-        "unusable": "rows that cannot be read",
+        "unusable": "unusable rows",
         "no_score": "samples without a score",
-        "no_text": "samples whose text is blank or cannot be read",
+        "no_text": "samples with a blank or unreadable text",
         "cut": "samples cut at max_new_tokens",
-        "duplicates": "samples with the text of another",
+        "duplicates": "samples with the same text as another",
         "at_threshold": "samples at the threshold",
-        "too_few": f"prompts with fewer than {fewest} samples left",
-        "too_near": f"{of_pairs} no further apart than min_gap",
-        "too_unlike": f"{of_pairs} too unlike in length",
+        "too_few": f"prompts with fewer than {fewest} usable samples",
+        "too_near": f"{pairs} because of min_gap",
+        "too_unlike": f"{pairs} because of max_length_ratio",
     }
     return [counted(counts[name], words) for name, words in reasons.items() if counts.get(name)]

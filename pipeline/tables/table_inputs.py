@@ -1,4 +1,4 @@
-"""Reads inputs of judging and selection: a table of align, or a plain file of completions."""
+"""Reads the input of judging and selection: a table of align, or a plain file of completions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import polars as pl
 from ...schemas.config import Config
 from ...schemas.errors import UsageError, counted, logger
 from ...schemas.rows import Rejected, Text, TextRow
-from ...schemas.samples import Drawing, Prompt
+from ...schemas.samples import Distribution, Prompt
 from ...stages.data.cells import Wrapping
 from ...stages.data.columns import common_shape, not_read
 from ...stages.data.files import digested, open_inputs, require_unchanged
@@ -26,22 +26,22 @@ from ..jobs.rejected_rows import RejectedRows, first_rejected
 
 @dataclass(frozen=True)
 class TableInput:
-    """A table, what it was read from, and how many rows could not be read."""
+    """A table of samples, its origin, and the number of unusable rows."""
 
     table: pl.DataFrame
-    kind: str  # of a table of align; data: a plain file
-    root: str  # its digest
-    unusable: int = 0
-    sampling: Drawing | None = None  # how its samples were drawn, as far as it is known
+    kind: str  # the kind of a table of align, or "data" for a plain file
+    root: str  # the table's id, or the digest of the file
+    unusable: int = 0  # rows
+    sampling: Distribution | None = None  # None: unknown
 
     @property
     def left_out(self) -> dict[str, int]:
-        """The rows that could not be read, as a count of the table made of the others."""
+        """The unusable rows as a count of the output table."""
         return {"unusable": self.unusable} if self.unusable else {}
 
 
 def read_input(config: Config, named: str, kind: TableKind) -> TableInput:
-    """The table in a folder of align, or the completions of a plain file."""
+    """Reads a folder of align, its table file, or a plain file of completions."""
     parent, _, name = named.rstrip("/").rpartition("/")
     folder = TableFolder.at((parent or ".") if name == f"{kind}.parquet" else named, kind)
     if not ending_of(named) or folder.find():
@@ -54,7 +54,7 @@ def read_input(config: Config, named: str, kind: TableKind) -> TableInput:
     shape = common_shape([file], config.data.map)
     if shape.declared.kind in ("pair", "label"):
         raise UsageError(
-            f"{named} holds {shape.name} rows: nothing is left to judge or to select. Give it to "
+            f"{named} has {shape.name} rows, which need no judge and no selection. Use it with "
             "align precompute-ref."
         )
     if shape.unread:
@@ -66,31 +66,31 @@ def read_input(config: Config, named: str, kind: TableKind) -> TableInput:
         counts = Counter(row.reason for row in rejected)
         limit = RejectedRows(counts, rows_in=len(rows), allowed=config.data.max_bad_frac)
         limit.require_few(first_rejected(rejected, lambda _: named))
-        found = counted(len(rejected), "rows")
-        logger.warning("%s: %s cannot be used: %s", named, found, rejected[0].detail)
+        unusable = counted(len(rejected), "rows")
+        logger.warning("%s: %s are unusable, the first: %s", named, unusable, rejected[0].detail)
     table = samples_of(row for row in rows if isinstance(row, TextRow))
     if kind == "samples":
-        table = table.drop("score")  # they are judged anew
+        table = table.drop("score")  # judging makes new scores
     return TableInput(table, "data", before.sha256, len(rejected))
 
 
 def samples_of(text_rows: Iterable[TextRow]) -> pl.DataFrame:
-    """A judged sample for each completion; rows of one prompt follow its first occurrence."""
+    """A table with a judged sample per completion; rows of one prompt are put together."""
     prompts: dict[str, Prompt] = {}
     answers: dict[str, list[tuple[Text, float | None]]] = {}
-    for text_row in text_rows:
-        prompt = Prompt(text_row.prompt, text_row.tools, text_row.template_options)
+    for row in text_rows:
+        prompt = Prompt(row.prompt, row.tools, row.template_options)
         key = prompt.key
         prompts.setdefault(key, prompt)
-        answers.setdefault(key, []).extend(zip(text_row.completions, text_row.scores, strict=True))
-    rows = [
+        answers.setdefault(key, []).extend(zip(row.completions, row.scores, strict=True))
+    samples = [
         (key, number, completion, score)
         for key, own in answers.items()
         for number, (completion, score) in enumerate(own)
     ]
-    keys, numbers, completions, scores = zip(*rows, strict=True)
-    asked = prompt_table([prompts[key] for key in keys])
-    return asked.select(
+    keys, numbers, completions, scores = zip(*samples, strict=True)
+    table = prompt_table([prompts[key] for key in keys])
+    return table.select(
         "prompt",
         pl.Series("prompt_key", keys, pl.String),
         pl.Series("number", numbers, pl.Int32),
@@ -101,12 +101,12 @@ def samples_of(text_rows: Iterable[TextRow]) -> pl.DataFrame:
 
 
 def plain(text: Text) -> Any:
-    """A text, or its messages as a list of dicts."""
+    """A text, or a conversation as a list of dicts."""
     return text if isinstance(text, str) else [dict(message) for message in text]
 
 
 def given_to_template(text_row: TextRow) -> dict[str, Any]:
-    """The tools and template options of a row, as columns, if it has them."""
+    """The columns tools and chat_template_kwargs of a row, if it has them."""
     tools = {"tools": list(text_row.tools)} if text_row.tools else {}
     options = text_row.template_options
     return tools | ({"chat_template_kwargs": dict(options)} if options else {})

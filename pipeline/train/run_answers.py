@@ -69,7 +69,7 @@ def answer_again(
             gc.collect()
             torch.cuda.empty_cache()
             try:
-                found = sampler.likeliest([*prompts.values()], most_tokens)
+                found = sampler.greedy_answers([*prompts.values()], most_tokens)
             except AlignError:
                 raise
             except Exception as error:  # a model's code may raise anything

@@ -93,7 +93,7 @@ class Encoder:
 
     def _render(self, row: TextRow) -> _RowTexts:
         """The texts of a row, where completions start, and the turns that are learned."""
-        row = self._tokenizer.fitted(row)
+        row = self._tokenizer.normalized(row)
         conversation, prompt, texts = _texts_of(row, self._tokenizer)
         boundaries = tuple(common_length(prompt, text) for text in texts)
         turns: tuple[tuple[Turn, ...] | None, ...] = (None,) * len(texts)
@@ -274,7 +274,7 @@ class EncodingJob:
 
 def encode_prompt(text_row: TextRow, tokenizer: TextTokenizer) -> list[int]:
     """The untruncated prompt of a row, as a model reads it before it answers."""
-    _, prompt, _ = _texts_of(tokenizer.fitted(text_row), tokenizer)
+    _, prompt, _ = _texts_of(tokenizer.normalized(text_row), tokenizer)
     encoding = tokenizer.backend.encode(prompt, add_special_tokens=False)
     return _begin(encoding.ids, tokenizer)
 

@@ -69,8 +69,8 @@ class TextTokenizer:
         written = chat.text + chat.probe((USER, SAID, USER))
         return Wrapping(True, tuple(token for token in self.control if token in written))
 
-    def fitted(self, text_row: TextRow) -> TextRow:
-        """The row with its tool calls in the form that the chat template writes."""
+    def normalized(self, text_row: TextRow) -> TextRow:
+        """The row with its tool calls in the form that the chat template expects."""
         return self.chat.fit(text_row) if self.chat else text_row
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -1,1 +1,1 @@
-"""A tiny made-up world: preference text, a tokenizer, a model and data files, all from one seed."""
+"""Makes the folder of `align tiny-world`: preference data, a tokenizer and a model."""

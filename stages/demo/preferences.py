@@ -1,4 +1,4 @@
-"""Learnable preferences: right and polite is better than wrong, curt or rude."""
+"""Generates preference data: correct and polite answers are preferred to wrong, curt or rude."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .questions import Question, draw_question
 if TYPE_CHECKING:
     from ...schemas.rows import Message
 
-REPEATED_SHARE = 0.15  # of the rows: those that repeat an earlier question
-REMEMBERED_PROMPTS = 64
+REPEATED_SHARE = 0.15  # of the rows repeat an earlier question
+REMEMBERED_PROMPTS = 64  # the latest ones, which may be repeated
 
 GREETINGS = (
     "",
@@ -73,20 +73,23 @@ RUDE_CLOSERS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of the assistant, and its quality from 0 to 1."""
+    """An answer of the assistant, with its quality from 0 to 1."""
 
     text: str
     score: float
 
     @property
-    def spoken(self) -> str:
-        """The answer after a transcript: a prompt that ends in a space would split a token."""
+    def continuation(self) -> str:
+        """The completion of a transcript: it has the space, because a prompt must not end in one.
+
+        A space at the end of a prompt would split a token.
+        """
         return f" {self.text}"
 
 
 @dataclass(frozen=True)
 class Preference:
-    """A conversation that ends with the user's turn, and answers of known quality."""
+    """A conversation that ends with a user message, and answers of known quality."""
 
     prompt: tuple[Message, ...]
     chosen: Answer
@@ -95,13 +98,13 @@ class Preference:
 
     @property
     def answers(self) -> tuple[Answer, ...]:
-        """All answers, in text order, so that their order does not show their quality."""
+        """All answers, sorted by text, so that their order does not reveal their quality."""
         everything = (self.chosen, self.rejected, *self.others)
         return tuple(sorted(everything, key=lambda answer: answer.text))
 
 
 def draw_preferences(rows: int, *, seed: int) -> Iterator[Preference]:
-    """`rows` different random preferences; a longer draw begins with the shorter one."""
+    """`rows` distinct random preferences; with one seed, fewer rows are the start of more rows."""
     rng = Random(seed)
     remembered: list[tuple[tuple[Message, ...], Question]] = []
     seen: set[str] = set()
@@ -113,13 +116,13 @@ def draw_preferences(rows: int, *, seed: int) -> Iterator[Preference]:
             prompt = _conversation(rng, question)
             remembered = [*remembered[1 - REMEMBERED_PROMPTS :], (prompt, question)]
         worse = [
-            Answer(_between(rng, RUDE_OPENERS, question.short_wrong, RUDE_CLOSERS), 0.0),
-            Answer(_between(rng, POLITE_OPENERS, question.wrong, POLITE_CLOSERS), 0.25),
+            Answer(_sentence(rng, RUDE_OPENERS, question.short_wrong, RUDE_CLOSERS), 0.0),
+            Answer(_sentence(rng, POLITE_OPENERS, question.wrong, POLITE_CLOSERS), 0.25),
             Answer(question.short_right, 0.5),
         ]
         rejected = rng.choices(worse, weights=(6, 2, 2))[0]
         worse.remove(rejected)
-        chosen = Answer(_between(rng, POLITE_OPENERS, question.right, POLITE_CLOSERS), 1.0)
+        chosen = Answer(_sentence(rng, POLITE_OPENERS, question.right, POLITE_CLOSERS), 1.0)
         preference = Preference(prompt, chosen, rejected, tuple(worse[: rng.randrange(3)]))
         if (content := repr(preference)) not in seen:
             seen.add(content)
@@ -132,28 +135,28 @@ def _conversation(rng: Random, question: Question) -> tuple[Message, ...]:
         messages.append({"role": "system", "content": rng.choice(SYSTEMS)})
     earlier = rng.choices((0, 1, 2, 3), weights=(70, 18, 8, 4))[0]
     for turn in range(earlier):
-        asked = draw_question(rng)
+        other = draw_question(rng)
         opening = rng.choice(FOLLOW_UPS if turn else GREETINGS)
-        answer = _between(rng, POLITE_OPENERS, asked.right, POLITE_CLOSERS)
-        messages.append({"role": "user", "content": opening + asked.ask})
+        answer = _sentence(rng, POLITE_OPENERS, other.right, POLITE_CLOSERS)
+        messages.append({"role": "user", "content": opening + other.ask})
         messages.append({"role": "assistant", "content": answer})
     opening = rng.choice(FOLLOW_UPS if earlier else GREETINGS)
     messages.append({"role": "user", "content": opening + question.ask})
     return tuple(messages)
 
 
-def _between(rng: Random, openers: Sequence[str], statement: str, closers: Sequence[str]) -> str:
+def _sentence(rng: Random, openers: Sequence[str], statement: str, closers: Sequence[str]) -> str:
     return f"{rng.choice(openers)} {statement} {rng.choice(closers)}".strip()
 
 
 def transcript(messages: Sequence[Message]) -> str:
-    """A conversation as plain text that ends where the assistant continues."""
+    """A conversation as plain text that ends where the assistant's answer begins."""
     lines = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages]
     return "".join(lines) + "Assistant:"
 
 
 def make_data(folder: Path, *, rows: int, seed: int = 0) -> None:
-    """Writes `rows` preferences as pairs and as labelled completions."""
+    """Writes `rows` preferences as pairs and as labelled completions, in text and as messages."""
     folder.mkdir(parents=True, exist_ok=True)
     preferences = list(draw_preferences(rows, seed=seed))
     pairs = paired(preferences)
@@ -171,8 +174,8 @@ def paired(preferences: Sequence[Preference]) -> pa.Table:
     """Text: prompt, chosen, rejected."""
     columns = {
         "prompt": [transcript(one.prompt) for one in preferences],
-        "chosen": [one.chosen.spoken for one in preferences],
-        "rejected": [one.rejected.spoken for one in preferences],
+        "chosen": [one.chosen.continuation for one in preferences],
+        "rejected": [one.rejected.continuation for one in preferences],
     }
     return pa.table(columns)
 
@@ -182,7 +185,7 @@ def unpaired(preferences: Sequence[Preference]) -> pa.Table:
     rows = [(one, answer) for one in preferences for answer in (one.chosen, one.rejected)]
     columns = {
         "prompt": [transcript(one.prompt) for one, _ in rows],
-        "completion": [answer.spoken for _, answer in rows],
+        "completion": [answer.continuation for _, answer in rows],
         "label": [answer is one.chosen for one, answer in rows],
     }
     return pa.table(columns)

@@ -1,4 +1,4 @@
-"""Questions with a right answer, a wrong one, and the short form of each."""
+"""Generates questions with a correct answer, a wrong one, and a short form of each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Question(NamedTuple):
-    """One question with its right and wrong answers."""
+    """A question with its correct and wrong answers."""
 
     ask: str
     right: str
@@ -17,7 +17,7 @@ class Question(NamedTuple):
 
 
 def draw_question(rng: Random) -> Question:
-    """A random question of any kind."""
+    """A random question: arithmetic, a fact, a story, or a favour."""
     kinds = (_arithmetic, _arithmetic, _fact, _fact, _story, _favour)
     return rng.choice(kinds)(rng)
 
@@ -45,7 +45,7 @@ def _fact(rng: Random) -> Question:
 
 
 def _answered(ask: str, statement: str, right: object, wrong: object) -> Question:
-    """A question whose answers end with a value."""
+    """A question whose answers are a statement that ends with a value."""
     return Question(
         ask=ask,
         right=f"{statement} {right}.",
@@ -91,11 +91,11 @@ def _favour(rng: Random) -> Question:
 
 
 def _near(rng: Random, number: int) -> int:
-    """A wrong number that is not far off."""
+    """Another number, at most 6 away."""
     return rng.choice([other for other in range(max(0, number - 6), number + 7) if other != number])
 
 
-# Ways to ask for a fact, the statement of it, and the facts.
+# (questions about a topic, the statement of a fact, the facts)
 TOPICS = (
     (
         "What sound does a {} make?|How does a {} sound?|What does the {} say?",

@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer with a chat template, trained on the made-up text."""
+"""Trains a small byte-level BPE tokenizer with a chat template on generated text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .preferences import draw_preferences, transcript
 
 BOS, EOS, PAD, TURN = "<|bos|>", "<|im_end|>", "<|pad|>", "<|im_start|>"
 
-# Turns are parted by a newline, so a conversation ends in EOS and not in a newline after it.
+# The newline stands between turns, so a conversation ends with EOS and not with a newline.
 CHAT_TEMPLATE = """\
 {{- bos_token }}
 {%- set has_system = messages and messages[0]['role'] == 'system' %}
@@ -38,7 +38,7 @@ _TRAINING_SEED = 7_001
 
 
 def make_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Trains a tokenizer and saves it as a folder that `AutoTokenizer` loads."""
+    """Trains the tokenizer and saves it in a folder that `AutoTokenizer` loads."""
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=_train(), bos_token=BOS, eos_token=EOS, pad_token=PAD
     )

@@ -1,4 +1,4 @@
-"""A tiny world in one folder: data, a tokenizer, and a Llama trained for a few seconds."""
+"""Makes a folder with data, a tokenizer, and a small Llama that is trained for seconds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WARM_UP_STEPS = 10
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The width and depth of the model, and whether the head is tied to the embedding."""
+    """The sizes of the model, and whether the head shares the weights of the embedding."""
 
     hidden_size: int = 96
     layers: int = 3
@@ -40,9 +40,9 @@ DEFAULT_SHAPE = ModelShape()
 
 
 def make_world(folder: Path, *, rows: int = 2000, seed: int = 0, pretrain_steps: int = 80) -> None:
-    """A world in a new folder, which appears whole: model/, tokenizer/ and data/."""
+    """Makes model/, tokenizer/ and data/ in a new folder, which appears once it is complete."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} is not empty. Remove it, or name another folder.")
+        raise UsageError(f"{folder} is not an empty folder. Remove it, or choose another one.")
     building = fs.draft_of(folder.absolute())
     fs.make_folder(building)
     try:
@@ -62,7 +62,7 @@ def make_model(
     pretrain_steps: int = 80,
     seed: int = 0,
 ) -> None:
-    """Pretrains a model and saves it with its tokenizer; 0 steps leave it random."""
+    """Pretrains a model and saves it with its tokenizer; with 0 steps its weights are random."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=shape.hidden_size,
@@ -76,7 +76,7 @@ def make_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    # Sums over several threads differ in their last bits between machines.
+    # With several threads, the last bits of sums would differ between machines.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -88,7 +88,7 @@ def make_model(
     finally:
         torch.set_num_threads(threads)
 
-    # What `save_pretrained` writes, without importing DeepSpeed, which takes seconds.
+    # Writes what `save_pretrained` of the model writes; that one imports DeepSpeed for seconds.
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
         name: tensor.contiguous()
@@ -98,16 +98,16 @@ def make_model(
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    # safetensors itself makes the file readable for its owner only.
+    # safetensors' own `save_file` would make the file readable by its owner alone.
     (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
     tokenizer.save_pretrained(folder)
 
 
 def _blocks(tokenizer: PreTrainedTokenizerFast, count: int, seed: int) -> Tensor:
-    """Texts packed into token ids: (count, BLOCK); plain text, or a conversation."""
+    """Token ids of shape (count, BLOCK), packed from plain texts and conversations."""
     rng = Random(seed)
     ids: list[int] = []
-    # At least 16 tokens a preference: there is always enough to draw.
+    # A preference has at least 16 tokens, so these are always enough.
     for preference in draw_preferences(count * BLOCK // 16, seed=seed):
         answer = rng.choice(preference.answers).text
         if rng.random() < 0.3:

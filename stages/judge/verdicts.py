@@ -1,9 +1,8 @@
-"""The verdict at the end of a judge's answer; an answer without exactly one is a refusal.
+"""Reads the verdict at the end of a judge's answer; an answer without exactly one is a refusal.
 
-The last line has to be `Score: N`, of 1 to 10, or `Verdict: A`, `Verdict: B` or `Verdict: tie`, and
-the word with its colon stands nowhere else in the answer. Markdown around it does not count:
-`**Score: 7**` is a score of 7. Nothing is guessed from other text, and an answer that was cut says
-nothing: `Score: 1` may have been the beginning of `Score: 10`.
+The last line must be `Score: N` with N from 1 to 10, or `Verdict: A`, `Verdict: B` or `Verdict:
+tie`. The word with its colon must occur nowhere else. Markdown is ignored: `**Score: 7**` is a
+score of 7. A truncated answer is a refusal, because `Score: 1` may be the start of `Score: 10`.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ def _last_line(answer: Mapping[str, Any], form: re.Pattern[str]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """The verdicts on two texts, in both orders."""
+class Comparison:
+    """The verdicts on two texts, in both orders; None for a refusal."""
 
-    forward: Verdict | None  # the first text shown as A; None for a refusal
-    backward: Verdict | None  # the first text shown as B
-    was_asked: bool = True  # equal texts are a tie without a question
+    forward: Verdict | None  # with the first text as A
+    backward: Verdict | None  # with the first text as B
+    has_equal_texts: bool = False  # a tie that no judge has seen
 
     @property
     def winner(self) -> Winner | None:
-        """The text that is preferred in both orders; a tie where they disagree."""
+        """The text that is preferred in both orders; a tie if the verdicts disagree."""
         if self.forward is None or self.backward is None:
             return None
         if (self.forward, self.backward) == ("A", "B"):
@@ -64,8 +63,8 @@ class Compared:
 
     @property
     def flips(self) -> bool:
-        """Whether the order of the texts decided: the same letter was preferred in both."""
+        """Whether the judge followed the order of the texts: it preferred the same letter twice."""
         return self.forward == self.backward and self.forward in ("A", "B")
 
 
-SAME = Compared("tie", "tie", was_asked=False)
+EQUAL_TEXTS = Comparison("tie", "tie", has_equal_texts=True)

@@ -1,4 +1,4 @@
-"""Checks of samples without a model: equality, a regular expression, or a function."""
+"""Checks samples without a model: by equality, a regular expression, or a function."""
 
 from __future__ import annotations
 
@@ -18,60 +18,61 @@ from ...schemas.errors import UsageError
 from ...schemas.json_codec import digest
 from ...schemas.round_options import JudgeOptions
 
-Row: TypeAlias = "Mapping[str, Any]"  # of the samples' table
-# A row and the text of its sample: its score, or None where it has no reference answer.
+Row: TypeAlias = "Mapping[str, Any]"  # of the table of samples
+# (row, text of its sample) -> score; None if the row has no reference answer.
 Verifier: TypeAlias = "Callable[[Row, str], float | None]"
 
-# Cached, because a file may be edited after this process has loaded it.
+# Digests of loaded modules, because a file may be edited after this process has loaded it.
 _sources: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
-_LIBRARIES = ("site-packages", "dist-packages")  # whose files are loaded for many reasons
+# In these folders the neighbours of a module are not part of the user's function.
+_LIBRARIES = ("site-packages", "dist-packages")
 
 
-def verifier_of(options: JudgeOptions, columns: Sequence[str]) -> tuple[Verifier, dict[str, str]]:
-    """The check that the settings ask for, and its identity."""
+def load_verifier(options: JudgeOptions, columns: Sequence[str]) -> tuple[Verifier, dict[str, str]]:
+    """The check of judge.by, and the names and digests on which its scores depend."""
     if options.by == "function":
-        function, source = _imported(options.function)
+        function, source = _import_function(options.function)
         return _checked(function, options.function), {"function": options.function, **source}
-    pattern = _pattern(options.pattern) if options.by == "regex" else None
+    pattern = _compile(options.pattern) if options.by == "regex" else None
     column = options.answer
     if column not in columns:
         raise UsageError(
-            f"judge.answer: the samples have no column {column!r} with a reference answer; they "
-            f"have {', '.join(columns)}. Name it by --answer."
+            f"judge.answer: the samples have no column {column!r}. Name the column of the "
+            f"reference answers by --answer; there are {', '.join(columns)}."
         )
 
     def verify(row: Row, text: str) -> float | None:
-        """1 for the reference answer itself, ignoring blanks around both."""
-        wanted = row[column]
-        if wanted is None:
+        """1 if the text equals the reference answer, apart from surrounding whitespace, else 0."""
+        reference = row[column]
+        if reference is None:
             return None
         if pattern:
             found = pattern.search(text)
             if not found or found[1] is None:
                 return 0.0
             text = found[1]
-        return float(text.strip() == str(wanted).strip())
+        return float(text.strip() == str(reference).strip())
 
     return verify, {"answer": column, **({"pattern": options.pattern} if pattern else {})}
 
 
-def _pattern(text: str) -> re.Pattern[str]:
+def _compile(text: str) -> re.Pattern[str]:
     try:
         pattern = re.compile(text)
     except re.error as error:
-        raise UsageError(f"judge.pattern: {text!r} is not a regular expression: {error}.") from (
-            error
-        )
+        raise UsageError(
+            f"judge.pattern: {text!r} is not a regular expression: {error}. Correct it."
+        ) from error
     if not pattern.groups:
         raise UsageError(
-            f"judge.pattern: {text!r} has no group. Put parentheses around what is to be "
-            r"compared, for example 'Answer: (\d+)'."
+            f"judge.pattern: {text!r} has no group. Put parentheses around the part to compare, "
+            r"for example 'Answer: (\d+)'."
         )
     return pattern
 
 
-def _imported(name: str) -> tuple[Callable[..., Any], dict[str, str]]:
-    """The function of `MODULE:FUNCTION`, also from the current folder, and its code's digest."""
+def _import_function(name: str) -> tuple[Callable[..., Any], dict[str, str]]:
+    """The function `MODULE:FUNCTION`, also from the current folder, and the digest of its code."""
     module_name, _, function_name = name.partition(":")
     if not (module_name and function_name):
         raise UsageError(
@@ -84,21 +85,23 @@ def _imported(name: str) -> tuple[Callable[..., Any], dict[str, str]]:
         module = importlib.import_module(module_name)
     except Exception as error:
         raise UsageError(
-            f"judge.function: {module_name} cannot be imported: {_said(error)}. It is looked for "
-            "in the current folder and in PYTHONPATH."
+            f"judge.function: {module_name} cannot be imported: {_summary(error)}. Python "
+            "searches the current folder and PYTHONPATH."
         ) from error
     finally:
         sys.path.remove(here)
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise UsageError(f"judge.function: {module_name} has no function {function_name!r}.")
+        raise UsageError(
+            f"judge.function: {module_name} has no function {function_name!r}. Correct the name."
+        )
     if module not in _sources:
         _sources[module] = _source_of(module, sys.modules.keys() - before)
     return function, {"source": _sources[module]}
 
 
 def _source_of(module: ModuleType, loaded: Iterable[str]) -> str:
-    """The digest of a module's file, and of the files beside it that were loaded with it."""
+    """The digest of a module's file and of the files in its folder that it imports."""
     own = vars(module).get("__file__")
     if not own:  # a module of Python itself
         return ""
@@ -116,15 +119,18 @@ def _checked(function: Callable[..., Any], name: str) -> Verifier:
         try:
             score = function(row["prompt"], text, row)
         except Exception as error:
-            raise UsageError(f"{where}: it raised {_said(error)}. Correct it.") from error
+            raise UsageError(
+                f"{where}: the function raised {_summary(error)}. Correct it."
+            ) from error
         if not isinstance(score, Real) or not math.isfinite(score):
             raise UsageError(
-                f"{where}: it returned {score!r:.60}. Return a finite number, or true or false."
+                f"{where}: the function returned {score!r:.60}. Return a finite number or a "
+                "boolean."
             )
         return float(score)
 
     return verify
 
 
-def _said(error: Exception) -> str:
+def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")

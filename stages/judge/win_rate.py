@@ -1,4 +1,4 @@
-"""The win rate of one set of judged samples, with a bootstrap interval over its prompts."""
+"""The win rate of judged samples, with a bootstrap interval over their prompts."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ OUTCOMES = ("wins", "ties", "losses")
 
 @dataclass(frozen=True)
 class WinRate:
-    """The win rate of samples, ties counted half, with its bootstrap interval over prompts."""
+    """A win rate, in which a tie is half a win, with its 95 % bootstrap interval over prompts."""
 
     rate: float
     low: float
     high: float
-    ties: float  # the fraction of comparisons without a winner
+    ties: float  # the share of comparisons without a winner
     n: int  # comparisons
-    unjudged: int  # comparisons that the judge refused, or that lack one side's sample
+    unjudged: int  # comparisons that the judge refused, or with only one sample
 
 
 def win_rate(ours: pl.DataFrame, theirs: pl.DataFrame | None = None, *, seed: int = 0) -> WinRate:
-    """The win rate of judged samples.
+    """The win rate of `ours`.
 
-    Against `theirs`, scores of the same prompt and number are compared, and equal answers are a
-    tie in whichever batches they were scored; without them, `ours` were compared by the judge
-    itself, and their wins, ties and losses are counted.
+    With `theirs`, the scores of the same prompt and number are compared. Equal answers are a tie,
+    even if they were scored in different batches. Without `theirs`, a pairwise judge has compared
+    the samples, and its wins, ties and losses are counted.
     """
     if theirs is None:
         if missing := [name for name in OUTCOMES if name not in ours.columns]:
             raise UsageError(
-                f"The judged samples have no column {missing[0]!r}: they were not judged pairwise. "
-                "Give the judged samples to compare them with."
+                f"The judged samples have no column {missing[0]!r}, which a pairwise judge adds. "
+                "Judge them with judge.by pairwise, or give two sets of judged samples."
             )
         compared = ours.select("prompt_key", pl.col(OUTCOMES).fill_null(0))
         unjudged = compared.filter(pl.sum_horizontal(OUTCOMES) == 0).height
@@ -56,17 +56,17 @@ def win_rate(ours: pl.DataFrame, theirs: pl.DataFrame | None = None, *, seed: in
         ties = ~(is_won | is_lost)
         compared = judged.select("prompt_key", wins=is_won, ties=ties, losses=is_lost)
 
-    of_prompts = compared.group_by("prompt_key").agg(pl.col(OUTCOMES).sum().cast(pl.Float64))
-    of_prompts = of_prompts.filter(pl.sum_horizontal(OUTCOMES) > 0).sort("prompt_key")
-    wins, tied, losses = (of_prompts[name].to_numpy() for name in OUTCOMES)
-    won, of = wins + tied / 2, wins + tied + losses
-    if not len(of):
+    prompts = compared.group_by("prompt_key").agg(pl.col(OUTCOMES).sum().cast(pl.Float64))
+    prompts = prompts.filter(pl.sum_horizontal(OUTCOMES) > 0).sort("prompt_key")
+    wins, tied, losses = (prompts[name].to_numpy() for name in OUTCOMES)
+    won, comparisons = wins + tied / 2, wins + tied + losses
+    if not len(comparisons):
         raise UsageError(
-            "There is no judged comparison to make a win rate of. Judge both with the same judge, "
-            "or one with judge.against and pairwise."
+            "The win rate has no judged comparison. Judge both sets of samples with the same "
+            "judge, or one set pairwise with judge.against."
         )
-    low, high = interval_of_rate(won, of, seed=seed)
-    total = of.sum()
+    low, high = interval_of_rate(won, comparisons, seed=seed)
+    total = comparisons.sum()
     return WinRate(
         float(won.sum() / total), low, high, float(tied.sum() / total), int(total), unjudged
     )

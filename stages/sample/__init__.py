@@ -1,1 +1,1 @@
-"""Prompts, each asked once, to the table of their samples."""
+"""Builds the table of samples from prompts and their sampled completions."""

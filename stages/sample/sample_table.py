@@ -1,4 +1,4 @@
-"""Prompts, each once, and the table of their samples: a row for each, with carried columns."""
+"""Builds tables of prompts and of samples, with the columns that prompts carry along."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ...schemas.samples import Prompt, Sample
 
 
 def unique_prompts(prompts: Iterable[Prompt]) -> dict[str, Prompt]:
-    """The distinct prompts by key, in their order; of equal ones the first with what it carries."""
-    found: dict[str, Prompt] = {}
+    """The distinct prompts by key, in order of first occurrence, with the first's columns."""
+    unique: dict[str, Prompt] = {}
     for prompt in prompts:
-        found.setdefault(prompt.key, prompt)
-    return found
+        unique.setdefault(prompt.key, prompt)
+    return unique
 
 
 def sample_table(prompts: Mapping[str, Prompt], samples: Sequence[Sample]) -> pl.DataFrame:
-    """The table of samples in their order, each with its prompt."""
-    asked = [prompts[one.prompt] for one in samples]
+    """The table with one row per sample, in the given order."""
+    prompt_of_each = [prompts[one.prompt] for one in samples]
     completions: list[Text] = [
         one.text if isinstance(prompt.text, str) else ({"role": "assistant", "content": one.text},)
-        for prompt, one in zip(asked, samples, strict=True)
+        for prompt, one in zip(prompt_of_each, samples, strict=True)
     ]
-    prompt, *others = prompt_table(asked).get_columns()
+    prompt, *others = prompt_table(prompt_of_each).get_columns()
     return pl.DataFrame(
         [
             prompt,
@@ -45,7 +45,7 @@ def sample_table(prompts: Mapping[str, Prompt], samples: Sequence[Sample]) -> pl
 
 
 def prompt_table(prompts: Sequence[Prompt]) -> pl.DataFrame:
-    """The table of prompts with what the template takes and their carried columns."""
+    """The table of prompts, with their tools, template options and carried columns."""
     columns = {"prompt": text_column([prompt.text for prompt in prompts])}
     inputs: dict[str, list[Any]] = {
         "tools": [prompt.tools for prompt in prompts],
@@ -61,9 +61,10 @@ def prompt_table(prompts: Sequence[Prompt]) -> pl.DataFrame:
 
 
 def text_column(texts: Sequence[Text]) -> pl.Series:
-    """Texts, or lists of messages; as JSON where a Parquet column cannot represent them.
+    """A column of texts or of lists of messages; lists become JSON if Parquet cannot hold them.
 
-    Such a column holds one type, and every key in every message: null where a message lacks it.
+    A Parquet column has one type, so plain text and lists do not fit into one. Every message in it
+    has the same keys, with null for a missing one.
     """
     conversations = [text for text in texts if not isinstance(text, str)]
     messages = [message for text in conversations for message in text]
@@ -71,20 +72,20 @@ def text_column(texts: Sequence[Text]) -> pl.Series:
     if is_plain and len(conversations) == len(texts):
         keys = dict.fromkeys(key for message in messages for key in message)
         lists = [[dict(message) for message in text] for text in conversations]
-        # Named, because polars takes the keys of the first message for those of all.
+        # The keys are given, because polars infers them from the first message alone.
         return pl.Series(lists, dtype=pl.List(pl.Struct(dict.fromkeys(keys, pl.String))))
     return pl.Series([text if isinstance(text, str) else _json(text) for text in texts])
 
 
 def _series(values: list[Any]) -> pl.Series:
-    """A column of values of one type; of several types, as text and JSON."""
+    """A column of the values; if their types differ, of text, with other values as JSON."""
     try:
         series = pl.Series(values, strict=True)
     except (TypeError, ValueError, OverflowError, pl.exceptions.PolarsError):
         pass
     else:
-        # Inside of lists and objects polars is not strict: it rounds, and drops keys that the
-        # first of them lack.
+        # Inside lists and objects polars is not strict: it rounds numbers, and drops keys that
+        # the first object lacks.
         if not series.dtype.is_nested() or series.to_list() == values:
             return series
     texts = [value if isinstance(value, str | None) else _json(value) for value in values]

@@ -1,4 +1,4 @@
-"""Selection of preference data among judged samples: pairs, labels, or groups with scores."""
+"""Selects preference data from judged samples: pairs, labels, or groups with scores."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import polars as pl
 from ...schemas.round_options import SelectOptions
 from ...schemas.score_gaps import TOLERANCE, further_apart, without_rounding
 
-EXTRA = ("tools", "chat_template_kwargs")  # columns without which a prompt would be another
-LARGEST = 1e300  # of a score: gaps and means of such ones are finite
+EXTRA = ("tools", "chat_template_kwargs")  # columns that belong to the prompt
+LARGEST = 1e300  # the bound of usable scores, so that gaps and means stay finite
 MOST_PAIRS = 1 << 22  # in memory at once
-PROMPT = "prompt_at"  # the row of a prompt's first sample: names it, and orders the prompts
-ROUNDED = 1 + 1e-9  # 1.15 x 100 is less than 115 as binary numbers
+PROMPT = "prompt_at"  # the row of a prompt's first sample: identifies and orders prompts
+ROUNDED = 1 + 1e-9  # in binary, 1.15 x 100 is less than 115
 
 
 def select_rows(
     samples: pl.DataFrame, options: SelectOptions
 ) -> tuple[pl.DataFrame, dict[str, int]]:
-    """The rows selected among samples, and counts of what was left out, by reason.
+    """The selected rows, and the number of samples that are left out, by reason.
 
-    The samples are in the order of their prompts and numbers. Their columns are `prompt`,
-    `prompt_key`, `completion` and the existing ones of EXTRA; `text` (equal for equal completions,
-    null for unusable ones), `is_cut`, `length`, `score`.
+    The samples are ordered by prompt and number. Their columns are `prompt`, `prompt_key`,
+    `completion`, `text` (equal for equal completions, null for unusable ones), `is_cut`, `length`,
+    `score`, and those of EXTRA that exist.
     """
     num_prompts = samples["prompt_key"].n_unique()
     counts = Counter(prompts=num_prompts, samples=samples.height)
     left = samples.with_row_index(PROMPT).with_columns(pl.col(PROMPT).min().over("prompt_key"))
 
-    # Samples that cannot be used are counted by the first reason that applies.
+    # An unusable sample counts under the first reason that applies.
     unusable = {
         "no_score": ~(pl.col("score").abs() < LARGEST).fill_null(value=False),
         "no_text": pl.col("text").is_null(),
@@ -39,13 +39,14 @@ def select_rows(
         before, left = left.height, left.filter(~is_unusable)
         counts[reason] = before - left.height
 
-    # Of equal texts of a prompt the first is kept, with their mean score. In groups all are kept,
-    # because repetitions count in the group's mean.
+    # The first of equal texts stays, with their mean score. Groups keep all, because repetitions
+    # count in the group's mean.
     before = left.height
     if options.rows != "groups":
         alike, score = [PROMPT, "text"], pl.col("score")
         mean, slack = score.mean().over(alike), TOLERANCE * score.abs().max().over(alike)
-        mean = pl.when(mean.abs() > slack).then(mean).otherwise(0.0)  # that of 0.1, 0.2 and -0.3
+        # The mean of 0.1, 0.2 and -0.3 is not exactly 0 in binary.
+        mean = pl.when(mean.abs() > slack).then(mean).otherwise(0.0)
         left = left.with_columns(score=mean).filter(pl.struct(alike).is_first_distinct())
     counts["duplicates"] = before - left.height
     counts["too_few"] = num_prompts - left[PROMPT].n_unique()
@@ -53,14 +54,14 @@ def select_rows(
     makers = {"best_worst": _pairs, "all_pairs": _pairs, "labels": _labels, "groups": _groups}
     table, more = makers[options.rows](left, options)
     counts.update(more, rows=table.height)
-    # The number of polars' chunks depends on the cores, and a file's row groups on the chunks.
+    # Chunks depend on the number of cores, and a file's row groups would depend on the chunks.
     return table.rechunk(), dict(counts)
 
 
 def _pairs(samples: pl.DataFrame, options: SelectOptions) -> tuple[pl.DataFrame, dict[str, int]]:
-    """Pairs of a better and a worse sample; of equal scores the earlier sample is better.
+    """Pairs of a better and a worse sample; the earlier of two equal scores counts as better.
 
-    Those left out are counted in pairs, or, for best_worst, in prompts without a pair.
+    The counts are of pairs, or for best_worst of prompts without a pair.
     """
     levels = without_rounding(samples["score"].to_numpy(), samples[PROMPT].to_numpy())
     ranked = samples.with_columns(pl.Series("level", levels), size=pl.len().over(PROMPT))
@@ -68,7 +69,8 @@ def _pairs(samples: pl.DataFrame, options: SelectOptions) -> tuple[pl.DataFrame,
     ranked = ranked.with_row_index("at")
     counts = Counter(too_few=ranked.filter(size=1).height, too_near=0, too_unlike=0)
 
-    # Every sample with every worse one of its prompt; whole prompts at a time fit into memory.
+    # Every sample is joined with every worse one of its prompt, in blocks of whole prompts that
+    # fit into memory.
     seen = pl.col("size").cast(pl.Int64).cum_sum()
     narrow = ranked.select("at", PROMPT, "score", "level", "length", seen=seen)
     narrow = narrow.with_columns(block=pl.col("seen").max().over(PROMPT) // MOST_PAIRS)
@@ -104,7 +106,10 @@ def _pairs(samples: pl.DataFrame, options: SelectOptions) -> tuple[pl.DataFrame,
 
 
 def _widest(pairs: pl.DataFrame) -> pl.DataFrame:
-    """The pair of each prompt with the largest gap, then best chosen, then worst rejected."""
+    """The pair of each prompt with the largest gap.
+
+    Among equal gaps it is the one with the best chosen sample, then with the worst rejected one.
+    """
     better, worse = pl.col("level"), pl.col("level_worse")
     gap, size = better - worse, pl.max_horizontal(better.abs(), worse.abs())
     slack = TOLERANCE * size.max().over(PROMPT)
@@ -114,7 +119,7 @@ def _widest(pairs: pl.DataFrame) -> pl.DataFrame:
 
 
 def _labels(samples: pl.DataFrame, options: SelectOptions) -> tuple[pl.DataFrame, dict[str, int]]:
-    """Labels: desirable above the threshold, undesirable below; scores at it are left out."""
+    """Labels: desirable above the threshold, undesirable below; none for scores at it."""
     score = pl.col("score")
     limits = {"mean": score.mean().over(PROMPT), "median": score.median().over(PROMPT)}
     limit = limits.get(str(options.threshold), pl.lit(options.threshold)).cast(pl.Float64)
@@ -125,7 +130,7 @@ def _labels(samples: pl.DataFrame, options: SelectOptions) -> tuple[pl.DataFrame
 
 
 def _groups(samples: pl.DataFrame, _: SelectOptions) -> tuple[pl.DataFrame, dict[str, int]]:
-    """Groups: all samples of a prompt with their scores, in one row."""
+    """Groups: one row per prompt, with all its samples and their scores."""
     first = {name: pl.col(column).first() for name, column in _extra(samples).items()}
     table = samples.group_by(PROMPT, maintain_order=True).agg(
         pl.col("prompt").first(), completions=pl.col("completion"), scores=pl.col("score"), **first

@@ -1,9 +1,9 @@
-"""Samples of a model behind a server with OpenAI's interface, by the client of `openai`.
+"""Samples from a model behind a server with OpenAI's API, through the `openai` client.
 
-The client sends a request again after a time-out, a lost connection, 408, 409, 429 and 5xx, with
-growing pauses or the server's Retry-After. Here is what a paid run needs beside that: a bounded
-number of requests in flight, each answer handed over before the next request begins, another
-request after an answer that cannot be read, a budget in tokens, and errors that name the setting.
+The client repeats a request after a timeout, a lost connection, 408, 409, 429 and 5xx. It waits
+with growing pauses, or for the server's Retry-After. This module adds the needs of a paid run: a
+bounded number of requests in flight, each answer yielded before the next request starts, a new
+request after an unreadable answer, a budget in tokens, and errors that name the setting.
 """
 
 from __future__ import annotations
@@ -27,20 +27,29 @@ from ...schemas.json_codec import digest
 from ...schemas.round_options import ServerOptions
 from ...schemas.rows import BadRow, Message
 from ...schemas.safe_text import bare_address, mask_secret, mask_secrets_of, safe
-from ...schemas.samples import SERVER, Finish, Prompt, Refused, Sample, Sampler, Sampling, Wanted
+from ...schemas.samples import (
+    SERVER,
+    Finish,
+    Prompt,
+    Refused,
+    Sample,
+    Sampler,
+    SampleRequest,
+    Sampling,
+)
 
 NEWER_LIMIT = "max_completion_tokens"
-MOST_SAID = 300  # characters of a server's own words
-_NO_KEY = "none"  # the client requires one, and is told not to send it
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 8.0  # seconds, as the client pauses
-_OF_THIS_PROMPT = frozenset((400, 413, 422))
-_SENT_AGAIN = frozenset((408, 409, 429))  # and 5xx
+LONGEST_MESSAGE = 300  # characters of a server's error that are shown
+_NO_KEY = "none"  # the client requires a key; the headers leave it out
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 8.0  # seconds, as in the client
+_PROMPT_ERRORS = frozenset((400, 413, 422))  # the prompt is refused; other prompts may work
+_RETRIED = frozenset((408, 409, 429))  # the client repeats these, and 5xx
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
-# A server of this machine is asked past any proxy that the environment names.
-_PAST_PROXIES: Mapping[str, None] = {
+# A server on this machine is reached directly, without the proxies of the environment.
+_NO_PROXIES: Mapping[str, None] = {
     f"all://{host}": None for host in ("localhost", "127.0.0.1", "[::1]")
 }
-_UNFINISHED = frozenset((None, "abort", "error"))  # of vLLM and SGLang, for requests they gave up
+_UNFINISHED = frozenset((None, "abort", "error"))  # vLLM and SGLang gave up the request
 # The number of requests that were sent for the sample of the current task.
 _sent: ContextVar[int] = ContextVar("sent", default=0)
 
@@ -49,23 +58,23 @@ Outcome: TypeAlias = Sample | Refused
 
 
 class ServerSampler(Sampler):
-    """A model behind a server, identified by its name and the revision that the user gives."""
+    """A model behind a server, identified by its name and server.revision."""
 
     device = SERVER
 
     def __init__(self, options: ServerOptions, count_tokens: CountTokens | None = None) -> None:
         if not options.revision:
             raise UsageError(
-                "server.revision is empty. A server tells no digest of its weights, so name them: "
-                "a commit, a date, `round-3`; another one whenever the weights are others."
+                "server.revision is empty, and a server gives no digest of its weights. Set it to "
+                "a name of the weights, such as a date, and change it whenever they change."
             )
         self.options = options
         self.settings = _client_settings(options)
         has_key = self.settings["api_key"] != _NO_KEY
         self.headers = {} if has_key else {"Authorization": openai.Omit()}
         self.count_tokens = count_tokens
-        self.tokens = 0  # read and written, and what lost answers may have cost
-        self.limit = "max_tokens"  # what the server calls the most tokens of an answer
+        self.tokens = 0  # read and written, with the highest possible cost of lost answers
+        self.limit = "max_tokens"  # the request's field for the most tokens of an answer
         self._model = options.model
 
     def identity(self) -> Mapping[str, str]:
@@ -73,22 +82,22 @@ class ServerSampler(Sampler):
         return {"server_model": self.model(), "server_revision": self.options.revision}
 
     def model(self) -> str:
-        """The given name, or that of the only model that the server lists."""
+        """The name in the settings, or that of the only model on the server."""
         if self._model:
             return self._model
         url = self.options.url
         try:
-            http = openai.DefaultHttpxClient(mounts=_PAST_PROXIES)
+            http = openai.DefaultHttpxClient(mounts=_NO_PROXIES)
             with openai.OpenAI(
                 **self.settings, timeout=self.options.timeout, http_client=http
             ) as client:
                 names = [one.id for one in client.models.list(extra_headers=self.headers).data]
         except (openai.OpenAIError, AttributeError, TypeError, ValueError) as error:
             failure = _failure(error, self.options)
-            raise type(failure)(f"{failure} Or name the model: server.model.") from None
+            raise type(failure)(f"{failure} Or set server.model to the model's name.") from None
         if len(names) != 1:
             listed = ", ".join(map(repr, names)) or "no model"
-            raise UsageError(f"{url} lists {listed}. Name the one to ask: server.model.")
+            raise UsageError(f"{url} lists {listed}. Set server.model to the model to use.")
         self._model = names[0]
         return self._model
 
@@ -105,26 +114,26 @@ class OpenServer:
         self._options = sampler.options
         self._sampling = sampling
 
-    def sample(self, wanted: Sequence[Wanted]) -> Iterator[Sequence[Outcome]]:
-        """Yields samples as they arrive; at most `concurrency` answers are not yet yielded.
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Sequence[Outcome]]:
+        """Yields samples as they arrive; at most `concurrency` requests are in flight.
 
-        What was yielded counts as in flight until the next group is asked for. After an error no
-        request is begun, and what is in flight is yielded before the error is raised.
+        A yielded group counts as in flight until the next group is taken. After an error no new
+        request starts, and the requests in flight are yielded before the error is raised.
         """
-        rest = iter([(one.prompt, number) for one in wanted for number in one.numbers])
-        missing = sum(len(one.numbers) for one in wanted)
+        unsent = iter([(one.prompt, number) for one in requests for number in one.numbers])
+        missing = sum(len(one.numbers) for one in requests)
         kept = 0
         budget = self._options.max_tokens
         in_flight: set[Future[Outcome]] = set()
         error: BaseException | None = None
-        with self._connection() as ask:
+        with self._connection() as send:
             while True:
                 while len(in_flight) < self._options.concurrency and not error:
                     is_spent = budget and self._sampler.tokens >= budget
-                    asked = None if is_spent else next(rest, None)
-                    if asked is None:
+                    following = None if is_spent else next(unsent, None)
+                    if following is None:
                         break
-                    in_flight.add(ask(*asked))
+                    in_flight.add(send(*following))
                 if not in_flight:
                     break
                 done, in_flight = wait(in_flight, return_when=FIRST_COMPLETED)
@@ -143,13 +152,13 @@ class OpenServer:
             raise error
         if missing:
             raise BudgetError(
-                f"server.max_tokens of {budget:,} is spent, on {self._sampler.tokens:,} tokens; "
-                f"{counted(missing, 'answers')} still to buy. {resume}"
+                f"server.max_tokens of {budget:,} is spent after {self._sampler.tokens:,} tokens, "
+                f"and {counted(missing, 'answers')} are missing. {resume}"
             )
 
     @contextmanager
     def _connection(self) -> Iterator[Callable[[Prompt, int], Future[Outcome]]]:
-        """Sends requests from an event loop in a thread of its own.
+        """A function that sends a request from an event loop in another thread.
 
         In the main thread, asyncio would swallow a signal that arrives in one of its callbacks.
         """
@@ -159,8 +168,8 @@ class OpenServer:
         thread = threading.Thread(target=loop.run_forever, daemon=True)
         thread.start()
 
-        def ask(prompt: Prompt, number: int) -> Future[Outcome]:
-            return asyncio.run_coroutine_threadsafe(self._ask(client, prompt, number), loop)
+        def send(prompt: Prompt, number: int) -> Future[Outcome]:
+            return asyncio.run_coroutine_threadsafe(self._sample(client, prompt, number), loop)
 
         async def end() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -170,7 +179,7 @@ class OpenServer:
             await client.close()
 
         try:
-            yield ask
+            yield send
         finally:
             asyncio.run_coroutine_threadsafe(end(), loop).result()
             loop.call_soon_threadsafe(loop.stop)
@@ -180,46 +189,51 @@ class OpenServer:
     def _count_lost(self) -> None:
         self._sampler.tokens += self._sampling.max_new_tokens
 
-    async def _ask(self, client: openai.AsyncOpenAI, prompt: Prompt, number: int) -> Outcome:
-        """A sample, or the reason that there is none."""
+    async def _sample(self, client: openai.AsyncOpenAI, prompt: Prompt, number: int) -> Outcome:
+        """One sample, or the reason why the model cannot make it."""
         key, text, count_tokens = prompt.key, prompt.text, self._sampler.count_tokens
         if not isinstance(text, str) and text[-1].get("role") == "assistant":
-            reason = "the assistant's own words are last: servers answer only to others"
+            reason = "its last message is the assistant's, which servers do not continue"
             return Refused(key, number, reason)
         try:
             tokens = count_tokens(prompt) if count_tokens else None
         except BadRow as bad:
             return Refused(key, number, bad.detail)
 
-        unread, pause = 0, FIRST_PAUSE
+        unreadable, pause = 0, FIRST_PAUSE
         while True:
             try:
-                sample = self._read(await self._answer(client, prompt, number), key, number)
+                sample = self._read(await self._request(client, prompt, number), key, number)
             except openai.APIStatusError as error:
-                if error.status_code in _OF_THIS_PROMPT:
-                    return Refused(key, number, _said_in(error))
+                if error.status_code in _PROMPT_ERRORS:
+                    return Refused(key, number, _message_of(error))
                 raise _failure(error, self._options, _sent.get()) from None
             except openai.OpenAIError as error:
                 raise _failure(error, self._options, _sent.get()) from None
-            except (AttributeError, TypeError, ValueError) as error:  # an answer of another form
-                unread += 1
-                if unread > self._options.retries:
+            except (
+                AttributeError,
+                TypeError,
+                ValueError,
+            ) as error:  # not an answer of OpenAI's API
+                unreadable += 1
+                if unreadable > self._options.retries:
                     raise _failure(error, self._options, _sent.get()) from None
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
                 continue
             if tokens not in {None, sample.prompt_tokens}:
                 raise UsageError(
-                    f"The server read {sample.prompt_tokens:,} tokens where our rendering of the "
-                    f"prompt has {tokens:,}: it has another chat template or another tokenizer "
-                    f"(prompt {key}). Start it with the template of this model, or name the model "
-                    "that it has."
+                    f"The server counts {sample.prompt_tokens:,} tokens in prompt {key}, and "
+                    f"the tokenizer of model.path counts {tokens:,}: their chat templates or "
+                    "tokenizers differ. Start the server with the template of model.path, or set "
+                    "model.path to the server's model."
                 )
             return sample
 
-    async def _answer(self, client: openai.AsyncOpenAI, prompt: Prompt, number: int) -> Any:
-        """The answer to one request; parameters of only some servers are in it only if set."""
+    async def _request(self, client: openai.AsyncOpenAI, prompt: Prompt, number: int) -> Any:
+        """The server's answer to one request."""
         sampling, limit = self._sampling, self._sampler.limit
+        # Fields that not every server accepts are sent only if they are set.
         more: dict[str, Any] = {limit: sampling.max_new_tokens}
         if sampling.top_k:
             more["top_k"] = sampling.top_k
@@ -245,31 +259,31 @@ class OpenServer:
                 raise
         if self._sampler.limit != NEWER_LIMIT:
             self._sampler.limit = NEWER_LIMIT
-            logger.warning("The server takes %s in place of %s.", NEWER_LIMIT, limit)
-        return await self._answer(client, prompt, number)
+            logger.warning("The server requires %s instead of %s.", NEWER_LIMIT, limit)
+        return await self._request(client, prompt, number)
 
     def _read(self, answer: Any, key: str, number: int) -> Sample:
-        """The only completion in an answer, whose cost is counted first."""
+        """The only completion of an answer; its tokens count even if the rest is unreadable."""
         read, written = answer.usage.prompt_tokens, answer.usage.completion_tokens
         if not all(type(count) is int and 0 <= count < 1 << 31 for count in (read, written)):
-            raise ValueError(f"its counts of tokens are {read!r} and {written!r}")
+            raise ValueError(f"its token counts are {read!r} and {written!r}")
         self._sampler.tokens += read + written
         (choice,) = answer.choices
         text = choice.message.content if hasattr(choice, "message") else choice.text
-        text = "" if text is None else text  # as it is beside a call of a tool
+        text = "" if text is None else text  # None beside a tool call
         if choice.finish_reason in _UNFINISHED or not isinstance(text, str):
-            raise ValueError(f"no whole answer; its finish_reason is {choice.finish_reason}")
-        text.encode()  # half of a surrogate pair cannot be kept
+            raise ValueError(f"it is not complete; its finish_reason is {choice.finish_reason}")
+        text.encode()  # raises on half of a surrogate pair, which cannot be stored
         finish = _FINISHES.get(choice.finish_reason, "other")
         return Sample(key, number, text, finish, read, written)
 
 
 class _BoundedClient(openai.DefaultAsyncHttpxClient):
-    """Bounds each request as a whole, and counts those whose answer may have been paid and lost."""
+    """Limits the time of each whole request, and counts lost answers that may be paid for."""
 
     def __init__(self, seconds: float, count_lost: Callable[[], None]) -> None:
-        # The requests in flight are bounded already; none waits here while its time runs.
-        super().__init__(timeout=None, mounts=_PAST_PROXIES, limits=httpx2.Limits())
+        # No limit on connections: a request must not wait here while its time runs.
+        super().__init__(timeout=None, mounts=_NO_PROXIES, limits=httpx2.Limits())
         self._seconds = seconds
         self._count_lost = count_lost
 
@@ -292,13 +306,13 @@ def _http_client(seconds: float, count_lost: Callable[[], None]) -> _BoundedClie
         return _BoundedClient(seconds, count_lost)
     except (ValueError, OSError, ImportError) as error:
         raise UsageError(
-            f"The proxy or the certificates that the environment names cannot be used ({error}). "
-            "See to HTTPS_PROXY, HTTP_PROXY, ALL_PROXY and SSL_CERT_FILE."
+            f"The proxy or the certificates of the environment cannot be used: {error}. Check "
+            "HTTPS_PROXY, HTTP_PROXY, ALL_PROXY and SSL_CERT_FILE."
         ) from error
 
 
 def _client_settings(options: ServerOptions) -> dict[str, Any]:
-    """The address and the key, which is masked from now on."""
+    """The client's address, API key and retries; the key is masked in all output from now on."""
     mask_secrets_of(options.url)
     try:
         parts = urlsplit(options.url)
@@ -308,23 +322,26 @@ def _client_settings(options: ServerOptions) -> dict[str, Any]:
     if not is_address or options.url != bare_address(options.url):
         raise UsageError(
             f"server.url {bare_address(options.url)!r} is not an address such as "
-            "http://127.0.0.1:8000/v1, without a user, a query or a fragment. The key belongs "
-            "into the environment variable that server.key_variable names."
+            "http://127.0.0.1:8000/v1, without user, query or fragment. Correct it; an API key "
+            "goes into the environment variable of server.key_variable."
         )
     key = os.environ.get(options.key_variable, "").strip()
     mask_secret(key)
     if key and not (key.isascii() and key.isprintable()):
-        raise UsageError(f"{options.key_variable} is no API key: it has other than plain letters.")
+        raise UsageError(
+            f"{options.key_variable} is not an API key: it has a character that is not printable "
+            "ASCII. Correct it."
+        )
     return {"base_url": options.url, "api_key": key or _NO_KEY, "max_retries": options.retries}
 
 
 def seed_of(sampling_seed: int, prompt: str, number: int) -> int:
-    """The seed of one sample: 31 bits, which every server takes."""
+    """The seed of one sample: 31 bits, which every server accepts."""
     return int(digest(["seed", sampling_seed, prompt, number])[:8], 16) >> 1
 
 
 def _with_text_arguments(message: Message) -> dict[str, Any]:
-    """A message for OpenAI's interface, which has the arguments of calls as JSON text."""
+    """A message for OpenAI's API, which expects the arguments of tool calls as JSON text."""
     calls = []
     for call in message.get("tool_calls") or ():
         function = dict(call.get("function") or {})
@@ -335,33 +352,33 @@ def _with_text_arguments(message: Message) -> dict[str, Any]:
 
 
 def _failure(error: Exception, options: ServerOptions, requests: int = 0) -> AlignError:
-    """The error that ends a run, for one of a request."""
-    status, said = getattr(error, "status_code", 500), _said_in(error)
-    if status >= 500 or status in _SENT_AGAIN:
-        tried = "it lists no models"
+    """The error that ends the command because of a failed request."""
+    status, message = getattr(error, "status_code", 500), _message_of(error)
+    if status >= 500 or status in _RETRIED:
+        failed = "the list of its models failed"
         if requests:
-            tried = f"{counted(requests, 'requests')} without a usable answer; the last time"
-        return ServerError(f"{options.url}: {tried}: {said}. See to the server.")
+            failed = f"{counted(requests, 'requests')} failed, the last"
+        return ServerError(f"{options.url}: {failed} with: {message}. Check the server.")
     if status in {401, 403}:
-        state = "has another" if os.environ.get(options.key_variable) else "is not set"
-        way_out = f"Put its API key into {options.key_variable}, which {state}."
+        state = "has another value" if os.environ.get(options.key_variable) else "is not set"
+        remedy = f"Set {options.key_variable}, which {state}, to the server's API key."
     else:
-        way_out = (
-            "See that server.url ends as the server says (often /v1) and that it has the model. If "
-            "it completes no plain text, give it conversations: prompts that are lists of messages."
+        remedy = (
+            "Check that server.url has the server's path, often /v1, and that the server has the "
+            "model. A server without plain-text completion needs prompts that are conversations."
         )
-    return UsageError(f"{options.url}: {said}. {way_out}")
+    return UsageError(f"{options.url}: {message}. {remedy}")
 
 
-def _said_in(error: Exception) -> str:
-    """The beginning of an error's own words, safe to show."""
-    words: Any = f"an answer that cannot be read as one of OpenAI's interface ({error})"
+def _message_of(error: Exception) -> str:
+    """The start of an error's message, safe to show."""
+    message: Any = f"an answer that is not of OpenAI's API ({error})"
     if isinstance(error, openai.APIConnectionError):
-        words = f"{error} {error.__cause__ or ''}"
+        message = f"{error} {error.__cause__ or ''}"
     elif isinstance(error, openai.APIStatusError):
-        words = error.body  # which OpenAI and others, such as FastAPI, word in their own ways
-        if isinstance(words, dict):
-            words = words.get("message") or words.get("detail") or words
-        words = f"{error.status_code} {words}"
-    said = safe(" ".join(words.split()))
-    return said if len(said) <= MOST_SAID else f"{said[:MOST_SAID]}…"
+        message = error.body  # the key of its message is OpenAI's or that of FastAPI
+        if isinstance(message, dict):
+            message = message.get("message") or message.get("detail") or message
+        message = f"{error.status_code} {message}"
+    text = safe(" ".join(message.split()))
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}…"

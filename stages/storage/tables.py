@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from ...schemas.errors import CorruptionError, UsageError, damaged
 from ...schemas.json_codec import CodecError, digest, from_signed_json, to_signed_json
-from ...schemas.samples import Drawing
+from ...schemas.samples import Distribution
 from .copies import fetch_folder, work_folder
 from .disk import fs
 from .locations import is_remote
@@ -58,7 +58,7 @@ class TableManifest:
     columns: dict[str, str]  # the type of each, by name
     bytes: int  # of the file, up to its footer
     sha256: str  # of these bytes
-    sampling: Drawing | None  # how its samples were drawn, if known
+    sampling: Distribution | None  # how its samples were drawn, if known
 
     @property
     def root(self) -> str:
@@ -134,7 +134,7 @@ class TableFolder:
         made_from: Mapping[str, str],
         settings: Mapping[str, Any],
         counts: Mapping[str, int],
-        sampling: Drawing | None = None,
+        sampling: Distribution | None = None,
     ) -> TableManifest:
         """Writes the table with its manifest, unless the same one exists; replaces another.
 
@@ -176,8 +176,8 @@ class TableFolder:
         return manifest
 
 
-def drawing_of(path: Path) -> Drawing | None:
-    """How the samples in a data file were drawn, if it is a table of align."""
+def distribution_of(path: Path) -> Distribution | None:
+    """The distribution of the samples in a data file, if it is a table of align."""
     try:
         manifest = _manifest_in(path) if path.suffix == ".parquet" else None
     except CorruptionError:  # other data than a table of align

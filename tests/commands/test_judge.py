@@ -179,7 +179,7 @@ def measured(tmp_path, stub, by, rows):
     (tmp_path / "gold.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config, gold = config_of(tmp_path / "calibrated", {"by": by}), str(tmp_path / "gold.jsonl")
     found = calibrate(config, gold, progress=Progress(), sampler=stub)
-    return {name: (share.count, share.of) for name, share in found.shares.items()}
+    return {name: (share.count, share.total) for name, share in found.shares.items()}
 
 
 def test_calibrate_shows_a_planted_position_bias_and_keeps_its_judgments(tmp_path):

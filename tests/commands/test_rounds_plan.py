@@ -8,7 +8,7 @@ import pytest
 from align.pipeline.options.settings import load_settings
 from align.pipeline.rounds.round_prompts import prompts_of_round
 from align.pipeline.rounds.rounds_checks import open_rounds
-from align.pipeline.rounds.rounds_evaluation import answering, repeated_share, stop_reason
+from align.pipeline.rounds.rounds_evaluation import repeated_share, sample_means, stop_reason
 from align.schemas.errors import UsageError
 from align.schemas.round_options import RoundsOptions
 from align.schemas.samples import Prompt
@@ -26,7 +26,7 @@ def test_answers_are_measured_by_hand():
     columns = {"completion_tokens": [2, 6], "finish": ["stop", "length"], "score": [1.0, None]}
     table = pl.DataFrame({"completion": ["one two", "x x x x x"], **columns})
     measured = {"score": 1.0, "tokens": 4.0, "repeated_ngrams": 0.5, "cut": 0.5}
-    assert answering(table) == {"samples": 2.0, **measured}
+    assert sample_means(table) == {"samples": 2.0, **measured}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_rounds_depend_on_the_template_of_their_judge(world, tmp_path):
     for text in ("{{ messages }}{{ answer }}", "{{ messages }}: {{ answer }}"):
         template.write_text(text)
         made.append(opened(tmp_path, world, judge=judge, server={**SERVED, "revision": "1"}))
-    assert made[0].binding != made[1].binding
+    assert made[0].must_match != made[1].must_match
 
 
 def prompts_of(folder, *rows):

@@ -7,7 +7,7 @@ import pytest
 
 from align.pipeline.parts import Part
 from align.schemas.errors import BadDataError, LockedError, UsageError
-from align.schemas.samples import Drawing
+from align.schemas.samples import Distribution
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.tables import TableFolder, read_table
 from support.refusals import refuses
@@ -50,7 +50,7 @@ def test_every_prompt_gets_its_samples_and_the_manifest_counts_what_the_table_ho
     made = run_sampling(config, counting)
     found, counts = table(), made.manifest.counts
     assert (made.counts.new, made.counts.known, made.manifest.rows) == (48, 0, 48)
-    assert made.manifest.sampling == Drawing(temperature=1.0, top_p=1.0, top_k=0)
+    assert made.manifest.sampling == Distribution(temperature=1.0, top_p=1.0, top_k=0)
     assert found["prompt"].to_list() == [text for text in TEXTS for _ in range(4)]
     assert found["number"].to_list() == [0, 1, 2, 3] * 12
     assert found["answer"].to_list() == [number for number in range(12) for _ in range(4)]

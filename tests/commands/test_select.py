@@ -9,7 +9,7 @@ from pathlib import Path
 import polars as pl
 
 from align.schemas.data_options import DataOptions
-from align.schemas.samples import Drawing, Prompt
+from align.schemas.samples import Distribution, Prompt
 from align.stages.data.columns import common_shape
 from align.stages.data.files import open_inputs
 from align.stages.data.text_rows import read_text_rows
@@ -169,7 +169,7 @@ def test_ultrafeedback_becomes_conversations(here):
     assert selected("data.parquet")[0]["chosen"].to_list() == [answers[2]]
 
 
-DRAWN = Drawing(temperature=0.7, top_p=1.0, top_k=20)
+DRAWN = Distribution(temperature=0.7, top_p=1.0, top_k=20)
 
 
 def from_samples(sampling):

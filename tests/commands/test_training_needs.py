@@ -16,7 +16,7 @@ from align.pipeline.precompute.verify import verify
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.json_codec import to_signed_json
-from align.schemas.samples import Drawing
+from align.schemas.samples import Distribution
 from align.stages.engine.distributed import joined_world
 from align.stages.model.reference import HfReference
 from align.stages.report.cache_summary import render, summarize
@@ -129,7 +129,7 @@ def test_only_grpo_and_ppo_refuse_samples_that_the_reference_did_not_draw(scored
         folder = tmp_path / "-".join(map(str, drawn))
         if not folder.exists():
             shutil.copytree(scored_groups, folder)
-            told = replace(Cache(folder).manifest(), sampling=(Drawing(*drawn),))
+            told = replace(Cache(folder).manifest(), sampling=(Distribution(*drawn),))
             (folder / "manifest.json").write_text(to_signed_json(told))
         return folder
 

@@ -3,7 +3,7 @@
 from itertools import chain
 
 from align.schemas.round_options import ServerOptions
-from align.schemas.samples import Prompt, Refused, Wanted
+from align.schemas.samples import Prompt, Refused, SampleRequest
 from align.stages.server.server_sampler import ServerSampler
 from support.chat_server import Reply
 
@@ -28,7 +28,7 @@ def chat(text):
 
 
 def wanted_of(prompts, n):
-    return [Wanted(prompt, tuple(range(n))) for prompt in prompts]
+    return [SampleRequest(prompt, tuple(range(n))) for prompt in prompts]
 
 
 def collected(groups):

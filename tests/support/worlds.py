@@ -86,7 +86,7 @@ def scored(preferences):
     return pa.table(
         {
             "prompt": [demo.transcript(one.prompt) for one in preferences],
-            "completions": [[answer.spoken for answer in one.answers] for one in preferences],
+            "completions": [[answer.continuation for answer in one.answers] for one in preferences],
             "scores": [[answer.score for answer in one.answers] for one in preferences],
         }
     )
@@ -98,7 +98,7 @@ def scored_long(preferences):
     return pa.table(
         {
             "prompt": [demo.transcript(one.prompt) for one, _ in rows],
-            "completion": [answer.spoken for _, answer in rows],
+            "completion": [answer.continuation for _, answer in rows],
             "score": [answer.score for _, answer in rows],
         }
     )

@@ -4,8 +4,8 @@ import polars as pl
 import pytest
 
 from align.schemas.errors import UsageError
-from align.stages.judge.calibration import Calibration, Proportion, of_comparisons, of_scores
-from align.stages.judge.verdicts import SAME, Compared
+from align.stages.judge.calibration import Calibration, Proportion, comparison_shares, score_shares
+from align.stages.judge.verdicts import EQUAL_TEXTS, Comparison
 from align.stages.judge.win_rate import win_rate
 from support.refusals import refuses
 
@@ -94,21 +94,21 @@ def test_the_interval_of_a_share_is_wilsons(count, of, low, high):
 
 
 def cells(shares):
-    return {name: (share.count, share.of) for name, share in shares.items()}
+    return {name: (share.count, share.total) for name, share in shares.items()}
 
 
 def test_comparisons_and_scores_of_gold_pairs_are_counted_by_hand():
     pairs = [
-        Compared("A", "B"),  # right in both orders
-        Compared("A", "B"),
-        Compared("B", "A"),  # wrong in both
-        Compared("A", "A"),  # prefers the first
-        Compared("B", "B"),  # prefers the second
-        Compared("tie", "B"),
-        Compared(None, "B"),
-        SAME,
+        Comparison("A", "B"),  # right in both orders
+        Comparison("A", "B"),
+        Comparison("B", "A"),  # wrong in both
+        Comparison("A", "A"),  # prefers the first
+        Comparison("B", "B"),  # prefers the second
+        Comparison("tie", "B"),
+        Comparison(None, "B"),
+        EQUAL_TEXTS,
     ]
-    assert cells(of_comparisons(pairs)) == {
+    assert cells(comparison_shares(pairs)) == {
         "agrees with gold, where it decides": (2, 3),
         "ties": (4, 7),
         "not judged": (1, 8),
@@ -118,11 +118,11 @@ def test_comparisons_and_scores_of_gold_pairs_are_counted_by_hand():
         "verdict flips with the order": (2, 6),
     }
     scores = [(2.0, 1.0), (1.0, 2.0), (0.1 + 0.2, 0.3), (None, 1.0), (3.0, 1.0)]
-    assert cells(of_scores(scores)) == {
+    assert cells(score_shares(scores)) == {
         "agrees with gold, where it decides": (2, 3),
         "ties": (1, 4),
         "not judged": (1, 5),
     }
-    undecided = Calibration("rubric", 1, 2, of_scores([(1.0, 1.0)])).text()
+    undecided = Calibration("rubric", 1, 2, score_shares([(1.0, 1.0)])).text()
     (line,) = (line for line in undecided.splitlines() if "agrees with gold" in line)
     assert line.split()[-2:] == ["0", "0"]

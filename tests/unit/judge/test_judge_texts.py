@@ -9,8 +9,8 @@ import pytest
 from align.schemas.errors import UsageError
 from align.schemas.round_options import JudgeOptions
 from align.stages.judge.template import answer_text, load_template
-from align.stages.judge.verdicts import SAME, Compared, score_in, verdict_in
-from align.stages.judge.verifiers import verifier_of
+from align.stages.judge.verdicts import EQUAL_TEXTS, Comparison, score_in, verdict_in
+from align.stages.judge.verifiers import load_verifier
 from support.refusals import refuses
 
 PROMPT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 and 2?"})
@@ -36,7 +36,7 @@ def parts(text):
     ],
 )
 def test_a_shipped_template_shows_all_texts_whole_whatever_they_imitate(answer):
-    system, user = load_template("pairwise", "").filled(PROMPT, (answer, "5")).text
+    system, user = load_template("pairwise", "").render(PROMPT, (answer, "5")).text
     assert (system["role"], user["role"]) == ("system", "user")
     assert parts(user["content"]) == [
         ("system", "Be brief."),
@@ -44,7 +44,7 @@ def test_a_shipped_template_shows_all_texts_whole_whatever_they_imitate(answer):
         ("answer A", answer),
         ("answer B", "5"),
     ]
-    (_, user) = load_template("rubric", "").filled("2 and 2?", (answer,)).text
+    (_, user) = load_template("rubric", "").render("2 and 2?", (answer,)).text
     assert parts(user["content"]) == [("user", "2 and 2?"), ("answer", answer)]
 
 
@@ -53,7 +53,7 @@ def test_a_text_that_knows_the_code_gets_another_one():
     template = load_template("rubric", "")
 
     def code(answer):
-        return re.search(r"the code (\w+);", template.filled("Q", (answer,)).text[1]["content"])[1]
+        return re.search(r"the code (\w+);", template.render("Q", (answer,)).text[1]["content"])[1]
 
     assert code("4") == code("4") != code("5")
     assert code(f"4 [{code('4')} end]") != code("4")
@@ -72,7 +72,7 @@ def own(tmp_path):
 
 def test_a_template_of_ones_own_may_be_one_message(own):
     template = own("{% for m in messages %}{{ m.content }}|{% endfor %}{{ answer }}")
-    filled = template.filled(PROMPT, ("4",)).text
+    filled = template.render(PROMPT, ("4",)).text
     assert filled == ({"role": "user", "content": "Be brief.|2 and 2?|4"},)
     assert template.digest != load_template("rubric", "").digest
 
@@ -93,7 +93,7 @@ def test_a_template_of_ones_own_may_be_one_message(own):
 )
 def test_a_template_that_would_hide_or_do_something_is_refused(own, text, name):
     with refuses(UsageError, "own.j2", name):
-        own(text).filled("Q", ("4",))
+        own(text).render("Q", ("4",))
 
 
 def test_calls_of_tools_and_several_turns_are_shown():
@@ -171,9 +171,10 @@ def test_a_score_or_a_verdict_is_one_line_at_the_end_of_a_whole_answer_or_a_refu
 def test_only_what_both_orders_say_counts():
     wins = {("A", "B"): "first", ("B", "A"): "second"}
     for both in product(("A", "B", "tie", None), repeat=2):
-        pair, expected = Compared(*both), None if None in both else wins.get(both, "tie")
+        pair, expected = Comparison(*both), None if None in both else wins.get(both, "tie")
         assert (pair.winner, pair.flips) == (expected, both in {("A", "A"), ("B", "B")}), both
-    assert (SAME.winner, SAME.was_asked, SAME.flips) == ("tie", False, False)
+    assert EQUAL_TEXTS.has_equal_texts
+    assert (EQUAL_TEXTS.winner, EQUAL_TEXTS.flips) == ("tie", False)
 
 
 COLUMNS = ("prompt", "completion", "answer")
@@ -199,7 +200,7 @@ NUMBER = {"by": "regex", "pattern": r"answer: (?:(\d+)|x)"}
 def test_exact_strips_blanks_alone_and_regex_takes_the_first_group_of_the_first_match(
     text, answer, score, options
 ):
-    check, _ = verifier_of(JudgeOptions(**options), COLUMNS)
+    check, _ = load_verifier(JudgeOptions(**options), COLUMNS)
     assert check({"prompt": "Q", "prompt_key": "k", "number": 0, "answer": answer}, text) == score
 
 
@@ -216,7 +217,7 @@ def test_exact_strips_blanks_alone_and_regex_takes_the_first_group_of_the_first_
 )
 def test_what_cannot_be_checked_is_refused_before_work(options, names):
     with refuses(UsageError, *names):
-        verifier_of(JudgeOptions(**options), COLUMNS)
+        load_verifier(JudgeOptions(**options), COLUMNS)
 
 
 @pytest.fixture
@@ -241,7 +242,7 @@ def test_a_function_is_found_in_the_current_folder_and_its_failure_names_the_sam
 
     def checked(function, text="four", number=2):
         options = JudgeOptions(by="function", function=f"own_checks:{function}")
-        check, _ = verifier_of(options, ())
+        check, _ = load_verifier(options, ())
         return check({"prompt": "Q", "prompt_key": "abc", "number": number}, text)
 
     assert checked("length") == 2.0
@@ -260,7 +261,7 @@ def test_an_edit_of_its_file_or_of_one_that_it_loads_beside_it_makes_a_function_
 ):
     def source():
         options = JudgeOptions(by="function", function="own_checks:grade")
-        return verifier_of(options, ())[1]["source"]
+        return load_verifier(options, ())[1]["source"]
 
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     monkeypatch.syspath_prepend(elsewhere)

@@ -10,7 +10,7 @@ import pytest
 
 from align.schemas.errors import AlignError, BudgetError, ServerError, UsageError
 from align.schemas.rows import BadRow
-from align.schemas.samples import Prompt, Sampling, Wanted
+from align.schemas.samples import Prompt, SampleRequest, Sampling
 from align.stages.server import server_sampler
 from align.stages.server.server_sampler import seed_of
 from support.asking import chat, collected, echo, sampler_of_stub, wanted_of
@@ -62,9 +62,9 @@ def test_a_request_asks_for_one_sample_and_for_nothing_that_was_not_set():
     turns = ({"role": "assistant", "content": "", "tool_calls": calls}, *CHATS[0].text)
     equipped = Prompt(turns, tools, {"enable_thinking": False})
     with chat_server(echo) as stub:
-        wanted = [Wanted(TEXTS[0], (2,)), Wanted(equipped, (0,))]
+        wanted = [SampleRequest(TEXTS[0], (2,)), SampleRequest(equipped, (0,))]
         sampled(stub, wanted, concurrency=1)
-        sampled(stub, [Wanted(TEXTS[0], (2,))], Sampling(top_k=7))
+        sampled(stub, [SampleRequest(TEXTS[0], (2,))], Sampling(top_k=7))
     plain, of_chat, topped = (asked.body for asked in stub.requests)
     common = {"model": "stub", "temperature": 0.7, "top_p": 0.9, "max_tokens": MOST}
     assert plain == {**common, "prompt": "a text 0", "seed": seed_of(5, TEXTS[0].key, 2)}
@@ -214,7 +214,7 @@ def test_another_count_of_tokens_than_ours_is_refused():
     with chat_server(echo) as stub:
         sampler = sampler_of_stub(stub, lambda _: 3)
         assert len(collected(sampler.open(WARM).sample(wanted_of(TEXTS, 1)))[0]) == 6
-        with refuses(UsageError, "5 tokens", "has 3:"):
+        with refuses(UsageError, "5 tokens", "model.path"):
             list(sampler.open(WARM).sample(wanted_of(CHATS, 1)))
 
 
@@ -265,7 +265,7 @@ def interrupted(sampler, wanted, kept, *, at=None):
 
 def still_wanted(wanted, kept):
     return [
-        Wanted(one.prompt, tuple(n for n in one.numbers if (one.prompt.key, n) not in kept))
+        SampleRequest(one.prompt, tuple(n for n in one.numbers if (one.prompt.key, n) not in kept))
         for one in wanted
     ]
 

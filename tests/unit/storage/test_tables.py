@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.schemas.errors import AlignError, CorruptionError, StorageError, UsageError
-from align.schemas.samples import Drawing
+from align.schemas.samples import Distribution
 from align.stages.storage import tables
 from align.stages.storage.disk.locks import lock_of
 from align.stages.storage.remote import Remote
-from align.stages.storage.tables import TableFolder, drawing_of, read_table
+from align.stages.storage.tables import TableFolder, distribution_of, read_table
 from support import disk_faults
 from support.flips import flip_bits
 from support.refusals import refuses
@@ -94,11 +94,11 @@ def test_a_table_is_written_and_read_one_row_group_at_a_time(table_folder, monke
 
 def test_a_table_says_how_its_samples_were_drawn(on_disk):
     published(on_disk)
-    assert drawing_of(on_disk.file) is None
-    published(on_disk, sampling=Drawing(0.7, 1.0, 0))
-    assert drawing_of(on_disk.file) == on_disk.find().sampling == Drawing(0.7, 1.0, 0)
+    assert distribution_of(on_disk.file) is None
+    published(on_disk, sampling=Distribution(0.7, 1.0, 0))
+    assert distribution_of(on_disk.file) == on_disk.find().sampling == Distribution(0.7, 1.0, 0)
     on_disk.file.write_bytes(b"damaged")
-    assert drawing_of(on_disk.file) is None
+    assert distribution_of(on_disk.file) is None
 
 
 def test_a_flipped_bit_is_refused_with_the_file_or_changes_nothing(on_disk):

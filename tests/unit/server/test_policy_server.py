@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from align.schemas.errors import ServerError, UsageError
-from align.stages.server.own_server import command_of, own_server
+from align.stages.server.policy_server import policy_server, server_command
 from support.patience import PATIENCE
 from support.refusals import refuses
 from support.stub_policy import pids_in, require_ended, runs, serve_by
@@ -23,14 +23,14 @@ def serving(tokenizer_folder, tmp_path):
 
     def begin(*words, timeout=PATIENCE):
         serve = serve_by(tmp_path / "events", *words)
-        return own_server(serve, tokenizer_folder, log=tmp_path / "server.log", timeout=timeout)
+        return policy_server(serve, tokenizer_folder, log=tmp_path / "server.log", timeout=timeout)
 
     return begin
 
 
 def test_a_command_has_the_model_and_the_port_and_keeps_its_other_braces():
     serve = f"{sys.executable} -m some {{model}} --port={{port}} --more '{{\"a b\": 1}}'"
-    words = command_of(serve, "/a model", 81)
+    words = server_command(serve, "/a model", 81)
     assert words == [sys.executable, "-m", "some", "/a model", "--port=81", "--more", '{"a b": 1}']
 
 
@@ -46,7 +46,7 @@ def test_a_command_has_the_model_and_the_port_and_keeps_its_other_braces():
 )
 def test_a_command_that_cannot_be_started_is_refused_by_name(serve, named):
     with refuses(UsageError, "rounds.serve", named):
-        command_of(serve, "model", 80)
+        server_command(serve, "model", 80)
 
 
 def test_a_server_answers_and_ends_with_its_children(serving, tmp_path):
@@ -115,9 +115,9 @@ def test_a_server_that_dies_in_the_middle_is_named_instead_of_the_request(servin
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from align.stages.server.own_server import own_server
+from align.stages.server.policy_server import policy_server
 serve, model, log = sys.argv[1:]
-with own_server(serve, model, log=Path(log), timeout=60):
+with policy_server(serve, model, log=Path(log), timeout=60):
     os.kill(os.getpid(), signal.{how})
     signal.pause()
 """
