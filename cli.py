@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .pipeline.commands.commands import app
-from .pipeline.commands.terminal import say
+from .pipeline.commands.terminal import echo
 from .pipeline.jobs.signals import stop_signals, stop_with_launcher
 from .pipeline.workers import HOW_THREADS_WAIT
 from .schemas.errors import AlignError, Interrupted, PeerError, unexpected_os_error
@@ -21,58 +21,58 @@ from .schemas.safe_text import mask_secrets_of, safe
 from .stages.engine.freed_blocks import give_large_blocks_back
 from .stages.tracking.mlflow_silence import ENVIRONMENT, NOISY
 
-# A thread that spins takes the core of whatever runs beside it, often of the very thread that it
-# waits for; one that sleeps at once is late for the next of many short tasks. The spins, a tenth
-# of a millisecond or less, are libgomp's own word; other libraries know the policy alone.
-SOON_ASLEEP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+# A waiting OpenMP thread that spins takes the core of another thread, often of the one that it
+# waits for. A thread that sleeps at once is late for the next of many short tasks. So it spins for
+# a tenth of a millisecond at most. Only libgomp reads the second variable.
+SHORT_SPINS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
 
 def main() -> None:
-    """Runs one command; a person's mistake is one message, never a traceback."""
+    """Runs one command; a user error is one message without a traceback."""
     own_process(sys.argv)
     stop_with_launcher()
     for number in stop_signals():
         signal.signal(number, _stop)
     try:
-        # The deepspeed launcher names the rank before the command; LOCAL_RANK holds it too.
+        # The deepspeed launcher adds the rank to the command, although LOCAL_RANK has it too.
         words = [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]
         app(words, prog_name="align")
     except PeerError as error:
-        say(f"error: {error}", err=True)
-        # Threads of the lost collective are still there: the usual way out would abort on them.
+        echo(f"error: {error}", err=True)
+        # The threads of the lost collective still run, and a normal exit would abort on them.
         os._exit(error.exit_code)
     except (AlignError, Interrupted) as error:
         _fail(error)
-    except BrokenPipeError:  # the reader of the output has ended
+    except BrokenPipeError:  # the process that reads the output has ended
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:
         _fail(unexpected_os_error(error))
     except Exception:
-        # Python would print it by itself, and the secrets in it.
-        say(traceback.format_exc().rstrip(), err=True)
+        # Python's own traceback would show secrets.
+        echo(traceback.format_exc().rstrip(), err=True)
         sys.exit(1)
     finally:
-        # What runs while Python ends would print an Interrupted and go on.
+        # Code that runs at Python's exit would print an Interrupted and continue.
         for number in stop_signals():
-            if signal.getsignal(number) is _stop:  # else a second one ends it anyway
+            if signal.getsignal(number) is _stop:  # otherwise a second signal ends the process
                 signal.signal(number, _end)
 
 
 def own_process(arguments: Sequence[str]) -> None:
-    """Applies the settings of the process; a library must not change its host."""
-    # Imports make millions of objects and no garbage; `begin_work` ends this.
+    """Applies process-wide settings, which `import align` as a library must not change."""
+    # Imports create millions of objects and no garbage; `begin_work` enables the collector.
     gc.disable()
-    # transformers would fetch code for some layers from the Hub, and run it.
+    # transformers would download code for some layers from the Hub and run it.
     os.environ["USE_HUB_KERNELS"] = "0"
-    # Arrow reads this when it is first imported. Its own pool keeps what was freed, beside what
-    # torch then takes; the C library's gives both the same memory.
+    # Arrow reads this at its import. Its own pool would keep freed memory that torch cannot use;
+    # the system's allocator shares it.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     give_large_blocks_back()
     # OpenMP reads this when torch is imported.
     if not any(name in os.environ for name in HOW_THREADS_WAIT):
-        os.environ.update(SOON_ASLEEP)
+        os.environ.update(SHORT_SPINS)
     for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)  # DeepSpeed imports MLflow, which reads them then
+        os.environ.setdefault(name, value)  # MLflow reads them when DeepSpeed imports it
     # A thread may still send to MLflow when the program ends.
     for package in NOISY:
         warnings.filterwarnings("ignore", module=package)
@@ -101,5 +101,5 @@ def _end(signal_number: int, _: Any) -> NoReturn:
 
 
 def _fail(error: AlignError | Interrupted) -> NoReturn:
-    say(f"error: {error}", err=True)
+    echo(f"error: {error}", err=True)
     sys.exit(error.exit_code)

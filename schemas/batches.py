@@ -55,12 +55,12 @@ class StepBatch(StepSize):
 
 
 @dataclass(frozen=True)
-class Visits:
-    """Reward margins of the training rows that a rank has run, before the update."""
+class RowMargins:
+    """Reward margins of a rank's training rows in one step, before the update."""
 
     row_ids: tuple[str, ...]
-    margins: tuple[float, ...]  # the rewards of a row's good completions less those of its bad ones
-    are_ties: tuple[bool, ...]  # margins that differ from 0 by rounding at most
+    margins: tuple[float, ...]  # reward of a row's good minus its bad completions
+    are_ties: tuple[bool, ...]  # whether a margin differs from 0 only by rounding
 
 
 @dataclass(frozen=True)
@@ -100,5 +100,5 @@ class EvalSample:
     logp: float  # summed over the completion; for a reward model the score
     reference_logp: float
     reward: float | None  # None for a method without rewards
-    prompt: NDArray[np.int32] | None  # token ids, where they are wanted
+    prompt: NDArray[np.int32] | None  # token ids, with train.eval_text
     completion: NDArray[np.int32] | None

@@ -142,7 +142,7 @@ class RewardOptions:
 
 @dataclass(frozen=True, config=STRICT)
 class Config:
-    """One `align.yaml`."""
+    """The content of an `align.yaml`."""
 
     model: ModelOptions = Field(default_factory=ModelOptions)
     data: DataOptions = Field(default_factory=DataOptions)

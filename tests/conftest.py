@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
-from align.cli import SOON_ASLEEP
+from align.cli import SHORT_SPINS
 from align.schemas import safe_text
 from align.stages.demo.tiny_tokenizer import make_tokenizer
 from align.stages.storage.run.run_folder import RunFolder
@@ -23,7 +23,7 @@ from support.trainings import Course, Server, fork_server
 from support.worlds import make_world
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, and every process of a test wants both
-os.environ |= SOON_ASLEEP  # stage 1 computes with the threads of its plan
+os.environ |= SHORT_SPINS  # stage 1 computes with the threads of its plan
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("ALIGN_MODEL", None)
 platform.platform()  # asks `uname` once, for whichever test a library would ask it in

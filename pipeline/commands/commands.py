@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 from ... import __version__
 from ...schemas.errors import UsageError, closest, counted, did_you_mean
 from .flags import ConfigFile, SettingsCommand, settings_of, shared_work, takes_several
-from .terminal import SafeGroup, begin_work, say, say_once, say_result, say_row
+from .terminal import SafeGroup, begin_work, echo, echo_once, echo_result, echo_row
 
 if TYPE_CHECKING:
     from ..options.settings import Settings
@@ -72,7 +72,7 @@ Part = Annotated[
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        say(__version__)
+        echo(__version__)
         raise typer.Exit
 
 
@@ -114,7 +114,7 @@ def init(
         text = f"# yaml-language-server: $schema={beside.name}\n{text}"
     with fs.new_file(path, replaces=False) as file:
         file.write(text.encode())
-    say(f"{path} written. Set model.path in it.\nnext: align precompute-ref data.parquet")
+    echo(f"{path} written. Set model.path in it.\nnext: align precompute-ref data.parquet")
 
 
 @command("Begin", "align config --changed")
@@ -137,11 +137,11 @@ def config(
             if last not in known:
                 near = did_you_mean(closest(last, known))
                 raise UsageError(f"method.{name:.60}: no method has such an option.{near}")
-    say("# Later wins: default, config file, environment (ALIGN_MODEL), flag, --set")
+    echo("# Later wins: default, config file, environment (ALIGN_MODEL), flag, --set")
     found, defaults = flatten(settings.config), flatten(Config())
     for name, value in without_secrets(found).items():
         if not (changed and name in defaults and found[name] == defaults[name]):
-            say(f"{name} = {value!r}  ({settings.origins.get(name, 'default')})")
+            echo(f"{name} = {value!r}  ({settings.origins.get(name, 'default')})")
 
 
 @command("Begin", "align tiny-world world --rows 200")
@@ -155,7 +155,7 @@ def tiny_world(
 
     make_world(folder, rows=rows, seed=seed)
     model, data = folder / "model", folder / "data" / "paired.parquet"
-    say(f"model  {model}\ndata   {data}\nnext: align precompute-ref {data} --model {model}")
+    echo(f"model  {model}\ndata   {data}\nnext: align precompute-ref {data} --model {model}")
 
 
 @command("Data and cache", "align precompute-ref data.jsonl --model DIR --token-logps")
@@ -169,7 +169,7 @@ def precompute_ref(
     require_inputs(config)
     from ..precompute.precompute import make_cache
 
-    say_result(make_cache(config, progress=begin_work(), part=own_part, shows_row=not quiet))
+    echo_result(make_cache(config, progress=begin_work(), part=own_part, shows_row=not quiet))
 
 
 @command("Data and cache", "align score data.jsonl --reward-model DIR")
@@ -180,18 +180,18 @@ def score(context: typer.Context, data: Data = None, part: Part = None) -> None:
         raise UsageError("No reward model. Pass --reward-model DIR.")
     from ..tables.score_rewards import open_reward_model, rewards_from_model
 
-    say_result(rewards_from_model(config, open_reward_model, progress=begin_work(), part=own_part))
+    echo_result(rewards_from_model(config, open_reward_model, progress=begin_work(), part=own_part))
 
 
 @command("Data and cache", "align check data.jsonl --model DIR")
 def check(context: typer.Context, data: Data = None) -> None:
-    """Show how data are read: their format, rows as a model reads them, and rows to be dropped."""
+    """Show how data are read: their format, rows as a model reads them, and rejected rows."""
     from ..jobs.object_inputs import with_local_inputs
     from ..precompute.check_data import check_data
 
     local = with_local_inputs(settings_of(context, data=data).config)
     for line in check_data(local, progress=begin_work()).lines():
-        say_row(line)
+        echo_row(line)
 
 
 @command("Data and cache", "align verify align-cache --rescore 64")
@@ -199,14 +199,14 @@ def verify(
     context: typer.Context,
     cache: CacheDir,
     model: Model = None,
-    rescore: int = option("Rows to score again; 0: none.", 16, min=0),
+    rescore: int = option("Number of rows to score again; 0: none.", 16, min=0),
 ) -> None:
     """Check every digest of a cache, and score a sample of its rows again."""
     from ...stages.model.reference import HfReference
     from ..precompute.verify import verify as run_verify
 
     options = settings_of(context, near=[cache]).config.model
-    say(run_verify(cache, options, model=model, rescore=rescore, open_reference=HfReference))
+    echo(run_verify(cache, options, model=model, rescore=rescore, open_reference=HfReference))
 
 
 @command("Data and cache", "align inspect align-cache --row data.jsonl:17")
@@ -217,14 +217,14 @@ def inspect(
     rejected: bool = option("List the rejected rows and the reasons.", False, "--rejected"),
     model: Model = None,
 ) -> None:
-    """Show the content of a cache: rows, lengths, truncation, balance, log-probs, drops."""
+    """Show the content of a cache: rows, lengths, truncation, balance, log-probs, rejected rows."""
     from ..jobs.object_inputs import cache_at
     from ..precompute.inspect_rows import lines_of_inspection
 
     for line in lines_of_inspection(
         cache_at(cache), row=row, rejected=rejected, as_json=as_json, model=model
     ):
-        say_row(line)
+        echo_row(line)
 
 
 @command("Data and cache", "align export align-cache --output pairs.parquet")
@@ -247,7 +247,7 @@ def export(
     folder = cache_at(cache)
     target = output or beside(folder, to)
     rows = run_export(folder.root, target, model=model, overwrite=overwrite)
-    say(f"{target}: {counted(rows, 'rows')}")
+    echo(f"{target}: {counted(rows, 'rows')}")
 
 
 @command("Rounds", "align sample prompts.jsonl --model DIR -n 4")
@@ -260,14 +260,14 @@ def sample(
     from ..tables.sample import sample as run_sample
 
     config, own_part = shared_work(context, part, data=prompts)
-    say_result(run_sample(config, progress=begin_work(), part=own_part))
+    echo_result(run_sample(config, progress=begin_work(), part=own_part))
 
 
 @command("Rounds", "align judge align-samples --by reward --reward-model DIR")
 def judge(
     context: typer.Context,
     samples: str | None = argument("A folder made by `align sample`; none with --calibrate.", None),
-    calibrate: str | None = option("Preference data: only measure how often the judge agrees."),
+    calibrate: str | None = option("Preference data, to measure how often the judge agrees."),
     part: Part = None,
 ) -> None:
     """Judge samples: by a reward model, a language model, or a check of their answers."""
@@ -277,12 +277,12 @@ def judge(
     if (samples is None) == (calibrate is None):
         raise UsageError("Name either a folder of samples to judge, or data with --calibrate.")
     if calibrate and part:
-        raise UsageError("--part: --calibrate measures in one process. Leave out one of them.")
+        raise UsageError("--part and --calibrate exclude each other. Remove one of them.")
     config, own_part = shared_work(context, part, near=[samples or calibrate or ""])
     if samples is not None:
-        say_result(run_judge(config, samples, progress=begin_work(), part=own_part))
+        echo_result(run_judge(config, samples, progress=begin_work(), part=own_part))
     elif calibrate is not None:
-        say(run_calibrate(config, calibrate, progress=begin_work()).text())
+        echo(run_calibrate(config, calibrate, progress=begin_work()).text())
 
 
 @command("Rounds", "align select align-judged --rows labels")
@@ -293,7 +293,7 @@ def select(
     """Make preference data from judged samples: pairs, labels, or groups with scores."""
     from ..tables.select_rows import select as run_select
 
-    say(run_select(settings_of(context, near=[judged]).config, judged).text())
+    echo(run_select(settings_of(context, near=[judged]).config, judged).text())
 
 
 @command("Rounds", "align rounds align.yaml")
@@ -304,7 +304,7 @@ def rounds(
     """Repeat sample, judge, select, precompute-ref and train, each round on the last policy."""
     from ..rounds.rounds import run_rounds
 
-    say(run_rounds(settings_of(context, file=config), progress=begin_work()))
+    echo(run_rounds(settings_of(context, file=config), progress=begin_work()))
 
 
 @command("Training", "align run data.jsonl --model DIR --method kto --lora --lr 1e-5")
@@ -328,8 +328,8 @@ def run(context: typer.Context, data: Data = None, quiet: Quiet = False) -> None
     progress = begin_work()
     made = make_cache(settings.config, progress=progress, shows_row=not quiet)
     # Stage 1's "next" line is left out, because this command trains next.
-    say("\n".join(line for line in made.text().splitlines() if not line.startswith("next: ")))
-    say(train_on_cache(settings, progress=progress).text())
+    echo("\n".join(line for line in made.text().splitlines() if not line.startswith("next: ")))
+    echo(train_on_cache(settings, progress=progress).text())
 
 
 @command("Training", "align train --method dpo --beta 0.1 --lr 1e-6 --eval-fraction 0.05")
@@ -344,7 +344,7 @@ def train(context: typer.Context) -> None:
     checked = check_training(settings)
     from ..train.train import train as run_training
 
-    say_once(run_training(checked, progress=begin_work()).text())
+    echo_once(run_training(checked, progress=begin_work()).text())
 
 
 @command("Training", "align plan --method kto --gpu 24g --lora")
@@ -375,7 +375,7 @@ def plan(
         is_for_gpu=bool(gpu or gpus),
         given=GivenRows(rows, prompt_tokens or 300, completion_tokens or 300) if rows else None,
     )
-    say_once(plan_text(planned))
+    echo_once(plan_text(planned))
 
 
 @command("Training", "align sweep --method dpo --method kto --lr 1e-6,1e-5")
@@ -414,7 +414,7 @@ def sweep(
     texts = [f"{name}={value}" for name, value in varied.items()]
     trials = trials_of(methods, varied_by([*texts, *(vary or [])]))
     result = run_sweep(load, trials, output, progress=begin_work())
-    say_once(result.text())
+    echo_once(result.text())
     if result.failures:
         raise UsageError(f"{len(result.failures)} of {len(result.ended)} runs failed.")
 
@@ -431,20 +431,20 @@ def methods(
 
     chosen = [find_method(name)] if name else list(METHODS.values())
     if as_json:
-        say(json.dumps([*map(method_docs.describe, chosen)], indent=2, ensure_ascii=False))
+        echo(json.dumps([*map(method_docs.describe, chosen)], indent=2, ensure_ascii=False))
     elif markdown:
-        say(method_docs.markdown_table(chosen).rstrip())
+        echo(method_docs.markdown_table(chosen).rstrip())
     elif name:
-        say(method_docs.render_method(chosen[0]).rstrip())
+        echo(method_docs.render_method(chosen[0]).rstrip())
     else:
-        say(method_docs.render_table(chosen).rstrip())
+        echo(method_docs.render_table(chosen).rstrip())
 
 
 @command("Look", "align report align-run")
 def report(
     run: RunDir,
     answers: int = option("Prompts to answer before and after; 0: none.", 0, min=0),
-    answer_tokens: int = option("Most tokens of an answer.", 128, min=1),
+    answer_tokens: int = option("Maximum tokens of an answer.", 128, min=1),
     config: ConfigFile = None,
 ) -> None:
     """Write report.html of a training run: curves, held-out completions, lineage.
@@ -462,7 +462,7 @@ def report(
 
         write_report(run)
         page = training_folder(run).report
-    say(f"{page} written. It needs no network: open it in any browser.")
+    echo(f"{page} written. It needs no network: open it in any browser.")
 
 
 @command("Look", "align diff runs/dpo runs/kto")
@@ -474,7 +474,7 @@ def diff(
     """Compare two runs row by row: which held-out rows flip, and whether that is significant."""
     from ..train.run_diff import diff_runs
 
-    say(diff_runs(run_a, run_b, step).text())
+    echo(diff_runs(run_a, run_b, step).text())
 
 
 @command("Look", "align register align-run prefs --alias champion")
@@ -490,9 +490,9 @@ def register(
     from ..train.register import register as register_model
 
     number, is_new = register_model(run, own_options(config), name=name, alias=alias, uri=uri)
-    known = "" if is_new else ", as it was before"
-    named = f"; {alias} is this version" if alias else ""
-    say(f"{run} is version {number} of {name}{known}{named}.")
+    known = "" if is_new else ", registered before"
+    named = f"; the alias {alias} names this version" if alias else ""
+    echo(f"{run} is version {number} of {name}{known}{named}.")
 
 
 @command("Look", "align mlflow-sync align-run")
@@ -506,4 +506,4 @@ def mlflow_sync(
 
     for synced in sync_runs(run, own_options(config), uri=uri):
         sent = f"{counted(synced.numbers_sent, 'numbers')} sent"
-        say(f"{synced.uri}: run {synced.run_id} is {synced.status}\n{sent}")
+        echo(f"{synced.uri}: run {synced.run_id} is {synced.status}\n{sent}")

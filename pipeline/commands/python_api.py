@@ -129,7 +129,7 @@ def load_run(path: AnyPath) -> TrainingRun:
     import polars as pl
 
     from ...stages.report.eval_table import read_answers, read_samples
-    from ...stages.report.visited_rows import read_visits
+    from ...stages.report.row_margins import read_margins
     from ...stages.storage.run.run_folder import read_ending
     from ..options.settings import read_yaml
     from ..train.run_history import read_history
@@ -150,7 +150,7 @@ def load_run(path: AnyPath) -> TrainingRun:
         evaluations=history.held_out,
         samples=pl.concat([pl.DataFrame(schema={"step": pl.Int64}), *samples], how="diagonal"),
         answers=read_answers(folder.answers),
-        rows=read_visits(folder.rows),
+        rows=read_margins(folder.rows),
         settings=read_yaml(folder.config),
     )
 

@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from ..work import CommandResult
 
 
-def say(text: str, *, err: bool = False) -> None:
+def echo(text: str, *, err: bool = False) -> None:
     """Prints text without secrets and terminal control characters."""
     typer.echo(safe(text), err=err)
 
 
-def say_once(text: str) -> None:
+def echo_once(text: str) -> None:
     """Prints a result on the first rank."""
     if is_first_rank():
-        say(text)
+        echo(text)
 
 
-def say_result(result: CommandResult[Any, Any]) -> None:
+def echo_result(result: CommandResult[Any, Any]) -> None:
     """Prints the result on the first rank, and on the rank that published it."""
     if result.has_published or is_first_rank():
-        say(result.text())
+        echo(result.text())
 
 
-def say_row(line: str | Text) -> None:
+def echo_row(line: str | Text) -> None:
     """Prints a line of a row; in colours on a terminal unless NO_COLOR is set."""
     text = safe(str(line))
     is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"

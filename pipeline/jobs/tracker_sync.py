@@ -145,21 +145,21 @@ def _send(record: RunRecord, name: str, home: Path, options: TrackingOptions, ur
     address = uri or tracker.address_of(options, home)
     plain = tracker.plain_address(address) if address else "nowhere"
     if not uri and plain != known.address:
-        way = f"pass --uri {known.address}" if name == MAIN else "name that store there"
+        advice = f"pass --uri {known.address}" if name == MAIN else "set that store there"
         raise UsageError(
-            f"{home} names the store {known.address}, but your own ({tracker.named_by}) is "
-            f"{plain}. To send the run to the store of the folder, {way}."
+            f"{home} belongs to the store {known.address}, but your own ({tracker.named_by}) is "
+            f"{plain}. To send the run to the store of the folder, {advice}."
         )
     record.add_stores({name: Store(plain, known.experiment)})
     sender = Sender(name, address, record)
-    with asked_store(sender):
+    with store_errors(sender):
         sender.send()
     run_id = record.sent(name).run_id
     return Synced(name, plain, run_id, record.facts.status, sender.numbers)
 
 
 @contextmanager
-def asked_store(sender: Sender) -> Iterator[None]:
+def store_errors(sender: Sender) -> Iterator[None]:
     """Silences the library in the block, and turns its errors into a StorageError."""
     try:
         with quiet(sender.name):

@@ -45,7 +45,7 @@ def require_inputs(config: Config) -> None:
         require_folder(config.model.path, "Pass --model DIR, or set ALIGN_MODEL.")
 
 
-def require_folder(model: str, way: str) -> None:
+def require_folder(model: str, advice: str) -> None:
     """Refuses a model whose folder is missing."""
     if model and not is_remote(model) and not Path(model).is_dir():
-        raise UsageError(f"{model}: no such model folder. {way}")
+        raise UsageError(f"{model}: no such model folder. {advice}")

@@ -105,7 +105,7 @@ def require_own_samples(
 
 
 def sampling_note(objective: Objective, manifest: Manifest) -> str:
-    """The sampling of a cache's samples, if the loss depends on it; else empty."""
+    """A note on how the cache's completions were sampled; empty unless the loss depends on it."""
     if not objective.drawn_by_reference:
         return ""
     drawn = manifest.sampling or (None,) * len(manifest.inputs)

@@ -136,7 +136,7 @@ class PlanFacts:
     ranks: int
     budget: Budget = Budget()
     host: int = 0  # bytes of CPU memory for each rank of a machine; 0: unknown
-    begun: str = ""  # the preset of a resumed run, which it keeps
+    resumed: str = ""  # the preset of a resumed run, which it keeps
     workloads: dict[Any, Workload] = field(default_factory=dict)  # by settings of the feed
 
     def workload(self, train: TrainOptions) -> Workload:
@@ -385,7 +385,7 @@ def chosen(config: Config, facts: PlanFacts) -> Choice:
     if budget.holds(nearest.estimate):
         return Choice(budget, given, nearest, None)
     advice = nearest
-    further = () if facts.begun else ADVICE
+    further = () if facts.resumed else ADVICE
     for changes in ({}, *further):
         if changes and not is_useful(changes, config, ranks=facts.ranks, device=facts.device):
             continue
@@ -393,7 +393,7 @@ def chosen(config: Config, facts: PlanFacts) -> Choice:
             start = planned(config, facts, changes)
         except UsageError:  # DeepSpeed or this architecture does not support the combination
             continue
-        is_open = {*OPEN} - changes.keys() - ({ZERO} if facts.begun else set())
+        is_open = {*OPEN} - changes.keys() - ({ZERO} if facts.resumed else set())
         best = _climbed(facts, start, is_open)
         advice = min(advice, best, key=lambda one: one.estimate.peak)
         if budget.holds(advice.estimate):

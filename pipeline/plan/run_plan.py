@@ -119,7 +119,7 @@ def plan_text(plan: RunPlan) -> str:
 
 
 def _verdict(plan: RunPlan) -> Iterator[str]:
-    """Whether the training fits, and otherwise settings that would."""
+    """A sentence on whether the training fits, with settings that do if it does not."""
     choice, needs = plan.choice, amount(plan.own.estimate.peak)
     where = f"on {counted(plan.facts.ranks, 'ranks')} of {plan.facts.device}"
     if not choice.budget.size:
@@ -149,7 +149,7 @@ def _work(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield "stage 1", f"{rows.own_tokens:,} tokens of prompts and completions"
     if rows.mismatched_tokens:
         share = rows.mismatched_tokens / (rows.own_tokens + rows.mismatched_tokens)
-        yield "KL pairs", f"{rows.mismatched_tokens:,} more ({share:.0%}), read only by KTO"
+        yield "KL completions", f"{rows.mismatched_tokens:,} more ({share:.0%}), read only by KTO"
         yield "", "without them: align precompute-ref … --kl-pairs 0"
 
 

@@ -9,7 +9,7 @@ from ...schemas.errors import UsageError
 from ...schemas.train_options import LoraOptions, TrainOptions
 from ...stages.methods.objective import Objective
 from ...stages.model.model_folder import require_bitsandbytes
-from ...stages.storage.run.checkpoints import wanted
+from ...stages.storage.run.checkpoints import best_metric
 from ...stages.tracking.metrics_log import EVAL
 from ..options.settings import Settings
 
@@ -51,7 +51,7 @@ def _require_measured(train: TrainOptions) -> None:
             f"train.{'write_best' if train.write_best else 'patience'} is set, but train.best is "
             "not. Name the metric that chooses the best, such as train.best=eval/loss."
         )
-    if not best or not wanted(best).metric.startswith(EVAL):
+    if not best or not best_metric(best).metric.startswith(EVAL):
         if train.patience:
             raise UsageError(
                 f"train.patience counts evaluations, but train.best is {best}. Set train.best to a "

@@ -220,7 +220,7 @@ def _given_rows(config: Config, objective: Objective, rows: GivenRows) -> Planne
 
 
 def even_rows(count: int, shape: RowShape, *, num_partners: int) -> RowTable:
-    """Rows of one shape, each completion with so many KL partners of its length."""
+    """Rows of one shape, each completion with `num_partners` KL completions of its length."""
     lengths = np.tile(np.array(shape.completions, np.int32), count)
     own = np.full(count, sum(shape.completions), np.int32)
     sizes = RowSizes(
@@ -291,7 +291,7 @@ def tokens_text(work: Workload) -> str:
     """The tokens that the policy runs."""
     if not work.mismatched_tokens:
         return f"{work.learned_tokens:,}"
-    return f"{work.learned_tokens:,} to learn from, {work.mismatched_tokens:,} of KL pairs"
+    return f"{work.learned_tokens:,} to learn from, {work.mismatched_tokens:,} of KL completions"
 
 
 def micro_batches_text(work: Workload) -> str:

@@ -15,7 +15,7 @@ from ..jobs.object_inputs import cache_at, local_model
 
 
 def beside(cache: Cache, to: str) -> Path:
-    """The default path of an export: beside the cache; for one in a bucket, the current folder."""
+    """The default path of an export: beside the cache, or in this folder if it is in a bucket."""
     root = cache.root.resolve()
     is_copy = origin_of(str(root)) != str(root)
     return (Path() if is_copy else root.parent) / f"{root.name}-{to}.parquet"
@@ -28,7 +28,7 @@ def export(location: str | Path, target: Path, *, model: str | None, overwrite: 
 
 
 def text_of(cache: Cache, model: str | None = None) -> Decode:
-    """Turns ids of a cache into text without BOS and EOS, which other trainers add.
+    """A function from token ids to text, without BOS and EOS, which other trainers add.
 
     The tokenizer is the reference's, or that of `model`.
     """

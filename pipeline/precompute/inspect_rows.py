@@ -29,20 +29,20 @@ def lines_of_inspection(
         yield from lines_of_row(cache, row, model=model)
     elif rejected:
         total = sum(manifest.reasons.values())
-        yield f"{total:,} of {manifest.rows_in:,} rows could not be used"
+        yield f"{total:,} of {manifest.rows_in:,} rows are rejected"
         yield from rejected_rows(cache, manifest)
     else:
         summary = summarize(cache)
         yield to_json(summary).rstrip() if as_json else render(summary)
 
 
-def lines_of_row(cache: Cache, wanted: str, *, model: str | None) -> Iterator[str | Text]:
+def lines_of_row(cache: Cache, query: str, *, model: str | None) -> Iterator[str | Text]:
     """A row as the model reads it with the reference's log-probs, or the reason of its rejection.
 
     `model` is a folder with the tokenizer, if the reference's own is missing.
     """
     manifest = cache.manifest()
-    rows = find_row(cache, manifest, wanted)
+    rows = find_row(cache, manifest, query)
     if isinstance(rows, str):
         yield rows
         return

@@ -365,7 +365,7 @@ def _lines(
     lines = [
         f"{job.cache}: {counted(made.rows, 'rows')}, {made.branches:,} completions, "
         f"{made.tokens:,} completion tokens in {counted(len(made.shards), 'shards')}",
-        f"cache root {made.root}",
+        f"cache id {made.root}",
         counts.text() if counts else "already complete: nothing was scored",
     ]
     faults = {reason: count for reason, count in made.reasons.items() if reason != TIE}

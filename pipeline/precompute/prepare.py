@@ -230,7 +230,7 @@ def make_plan(job: CacheJob, encoded: Encoded, progress: Progress) -> Plan:
     if texts and options.data.wrap == "auto" and job.tokenizer.chat:
         progress.log(f"note: {template_unused(texts, 'rows')}")
 
-    # Too many rejected rows, no partners, or no room for the shards.
+    # Too many rejected rows, no KL completions, or no space for the shards.
     rejected = RejectedRows(
         counts=counts.reasons,
         rows_in=counts.rows_in,
@@ -247,7 +247,7 @@ def make_plan(job: CacheJob, encoded: Encoded, progress: Progress) -> Plan:
             hint="" if is_named else named,
         )
     if pairs:
-        _require_partners(encoded)
+        _require_kl_completions(encoded)
     # The size of raw ids and sums; compression and the other columns about cancel out.
     tokens = sum(one.prompt_tokens + (1 + pairs) * one.completion_tokens for one in encoded.records)
     needed = int(1.3 * 4 * tokens * (2 if options.cache.token_logps else 1))
@@ -290,20 +290,19 @@ def _absolute(path: str) -> str:
     return origin if not path or is_remote(origin) else str(Path(origin).resolve())
 
 
-def _require_partners(encoded: Encoded) -> None:
+def _require_kl_completions(encoded: Encoded) -> None:
     """Refuses data with most completions under one prompt, or with a single text."""
     total = sum(one.completions for one in encoded.records)
     if prompt := majority_candidate(encoded.records):
         rows = encoded.rows(shards=encoded.slices.ranges)
         if 2 * (largest := rows.completions_of(int(prompt, 16))) > total:
             raise BadDataError(
-                f"One prompt has {largest} of all {total} completions, so KTO's KL pairs cannot "
-                "pair each with another prompt's completion. Add rows with other prompts, or pass "
-                "--kl-pairs 0."
+                f"One prompt has {largest} of all {total} completions, so the other prompts have "
+                "too few KL completions for it. Add rows with other prompts, or pass --kl-pairs 0."
             )
     lowest, highest = zip(*(one.texts for one in encoded.records), strict=True)
     if min(lowest) == max(highest):
         raise BadDataError(
-            "Every completion is the same text, so KTO's KL pairs would be real ones. Add rows "
-            "with other completions, or pass --kl-pairs 0."
+            "All completions are the same text, so a KL completion would equal the real one. Add "
+            "rows with other completions, or pass --kl-pairs 0."
         )

@@ -92,7 +92,7 @@ class Shards:
         )
 
     def build(self, rows: ShardReader, shard: int) -> ShardRows:
-        """The rows of a shard with their KL partners."""
+        """The rows of a shard with their KL completions."""
         return build_shard(
             rows.read,
             shard,

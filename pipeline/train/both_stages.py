@@ -20,12 +20,12 @@ from .train import train as run_training
 
 
 def settings_of_both(given: Settings) -> Settings:
-    """The settings of both stages; makes the refusals that each would make after hours."""
+    """The settings of both stages; checks now what stage 2 would refuse only after stage 1."""
     config, train = given.config, given.config.train
     if world_apart(os.environ).size > 1:
         raise UsageError(
-            "`align run` is one process. On several ranks, run `align precompute-ref`, then `align "
-            "train`."
+            "`align run` needs a single process. On several ranks, run `align precompute-ref` and "
+            "then `align train`."
         )
     if train.cache not in {"", config.cache.output}:
         raise UsageError(
@@ -56,7 +56,7 @@ def settings_of_both(given: Settings) -> Settings:
 
 
 def train_on_cache(settings: Settings, *, progress: Progress) -> Trained:
-    """Trains the policy on the cache; errors also say that the cache is finished."""
+    """Trains the policy on the cache; an error message adds that the cache is finished."""
     gc.collect()  # frees the reference
     torch.cuda.empty_cache()
     try:

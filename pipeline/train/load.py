@@ -40,7 +40,7 @@ from ..plan.cache_checks import (
 )
 from ..plan.setting_checks import learning_rate_note
 from ..plan.workload import feed_settings, short_plan
-from .resume import begun_preset
+from .resume import resumed_preset
 from .setup import Run
 
 
@@ -72,7 +72,7 @@ def identify(run: Run, world: World) -> None:
 def one_for_all(
     found: Sequence[Sequence[Mapping[str, str]]], paths: Sequence[str]
 ) -> Sequence[Mapping[str, str]]:
-    """The first rank's digests of some models; refuses a machine whose copy differs."""
+    """The first rank's digests of the models; refuses a machine whose copy differs."""
     for rank, others in enumerate(found):
         for path, first, identity in zip(paths, found[0], others, strict=False):
             if differing := [name for name in first if identity[name] != first[name]]:
@@ -125,8 +125,8 @@ def load(run: Run, progress: Progress) -> None:
     if known and known.planned == planned:  # another requested size is tried again
         fits = known.fits
         progress.log(
-            f"memory ran out here before with {planned:,} tokens per batch, so {fits:,} are used; "
-            "another --tokens-per-batch is tried again."
+            f"memory ran out before with {planned:,} tokens per batch, so {fits:,} are used; to "
+            "try another number, pass --tokens-per-batch."
         )
     pads = not policy.path.packs
     settings = feed_settings(config.train, run.objective, world, tokens=fits or planned, pads=pads)
@@ -157,9 +157,9 @@ def with_auto_decided(run: Run, progress: Progress) -> Config:
     A plan decides if memory has a limit, on a GPU or by train.memory.
     """
     config, world = run.config, run.world
-    begun = begun_preset(run.checkpoint.identity) if run.checkpoint else ""
-    if begun and config.train.deepspeed == "auto":
-        config = replace(config, train=replace(config.train, deepspeed=begun))
+    resumed = resumed_preset(run.checkpoint.identity) if run.checkpoint else ""
+    if resumed and config.train.deepspeed == "auto":
+        config = replace(config, train=replace(config.train, deepspeed=resumed))
     device = chosen_device(run.begins_as)
     # GPUs may differ: all ranks choose for the smallest.
     smallest = min(gathered(world, device_bytes(device)))
@@ -172,7 +172,7 @@ def with_auto_decided(run: Run, progress: Progress) -> Config:
         return replace(config, train=train)
     from .memory_at_start import chosen_to_fit, facts_of_run  # noqa: PLC0415 - only for a plan
 
-    return chosen_to_fit(config, facts_of_run(run, device, smallest, begun), world, progress)
+    return chosen_to_fit(config, facts_of_run(run, device, smallest, resumed), world, progress)
 
 
 def _sources(run: Run) -> tuple[TrainSource, TrainSource]:
@@ -193,7 +193,7 @@ def shard_columns(world: World, remember: Remember) -> ShardColumns:
 
 def _source_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
     yield (
-        f"cache {source.folder.root} (root {source.manifest.root[:12]}…): "
+        f"cache {source.folder.root} ({source.manifest.root[:12]}…): "
         f"{source.train_rows:,} training rows, {held_out.eval_rows:,} held out"
     )
     yield from source.notes

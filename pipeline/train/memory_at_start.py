@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("align")
 
 
-def facts_of_run(run: Run, device: str, device_bytes: int, begun: str = "") -> PlanFacts:
+def facts_of_run(run: Run, device: str, device_bytes: int, resumed: str = "") -> PlanFacts:
     """The inputs of a plan from the run, its cache and this machine."""
     train, policy, world = run.config.train, run.begins_as, run.world
     machine = platform.node()
@@ -39,7 +39,7 @@ def facts_of_run(run: Run, device: str, device_bytes: int, begun: str = "") -> P
         ranks=world.size,
         budget=Budget.of(train, device_bytes).within(device_bytes),
         host=host,
-        begun=begun,
+        resumed=resumed,
     )
 
 
@@ -55,7 +55,7 @@ def chosen_to_fit(config: Config, facts: PlanFacts, world: World, progress: Prog
 
 
 def _changes_by_plan(config: Config, facts: PlanFacts) -> tuple[Changes, tuple[str, ...]]:
-    """The decided settings and lines on them; refuses a training that exceeds train.memory."""
+    """The decided settings and notes on them; refuses a training that exceeds train.memory."""
     try:
         choice = chosen(config, facts)
     except UntracedError as error:

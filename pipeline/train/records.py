@@ -1,4 +1,4 @@
-"""The records of a training: metrics, tables, trackers, checkpoints, and the final status."""
+"""Records a training: metrics, tables, trackers, checkpoints, and the final status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
-from ...schemas.batches import EvalSample, Visits
+from ...schemas.batches import EvalSample, RowMargins
 from ...schemas.cache import Stops
 from ...schemas.checkpoint import RunEnding, RunStatus, State
 from ...schemas.errors import AlignError, Interrupted, StorageError, counted, log_failure
@@ -54,15 +54,15 @@ def open_records(run: Run, progress: Progress) -> Iterator[RunRecords]:
         folder.drop_evaluations(after=keep_through)
         fs.unlink(folder.rows)
         for path in folder.rows_written():
-            from ...stages.report.visited_rows import cut_visits  # noqa: PLC0415 - only for margins
+            from ...stages.report.row_margins import cut_margins  # noqa: PLC0415 - only for margins
 
             is_cut = False
             with log_failure(f"{path} is removed, and the report lacks its margins"):
-                cut_visits(path, keep_through)
+                cut_margins(path, keep_through)
                 is_cut = True
             if not is_cut:
                 fs.unlink(path)
-        # The name: model, method and data; sweeps and rounds name their runs themselves.
+        # The run's name is its model, method and data; sweeps and rounds give their own names.
         number = inherited(ROUND_TAG)
         data = f"round {number}" if number else data_of(run)
         name = run_name(run.begins_as.path, inherited(TRIAL_TAG) or run.objective.name, data)
@@ -90,14 +90,14 @@ def open_records(run: Run, progress: Progress) -> Iterator[RunRecords]:
             # Unexpected errors get a traceback in the log.
             known = isinstance(error, AlignError)
             reason = str(error) if known else f"{type(error).__name__}: {error}"
-            with log_failure("No record of how the run ended"):
+            with log_failure("The status of the run is not recorded"):
                 records.ended("failed", records.step, reason=reason)
             records.report()
         raise
     finally:
         progress.end()
         records.close()
-        with log_failure("No record of how the run ended"):
+        with log_failure("The status of the run is not recorded"):
             tracked.finish(status)
 
 
@@ -109,7 +109,7 @@ class RunRecords:
         self._tracked = tracked
         self._progress = progress
         self._is_watched = run.config.tracking.system_metrics and run.world.rank == 0
-        self._machine_load()  # starts the measurement of the next call
+        self._machine_load()  # the next call measures the load since this one
         self._margins: Lines | None = None  # of this rank's rows
         self._has_lost_margins = False
         self._decode: Decode | None = None
@@ -131,24 +131,24 @@ class RunRecords:
         self._progress.log(line)
 
     def begin(self, state: State) -> None:
-        """Checks the disk space, records the settings, and starts the progress display."""
+        """Checks the disk space, records the settings, and starts the progress bar."""
         run = self._run
         run_on_rank_zero(run.world, lambda: require_disk_space(run))
         if run.world.rank == 0:
             self._describe()
         if state.step:
-            self.log(f"continuing after step {state.step:,}")
+            self.log(f"resuming after step {state.step:,}")
         left = max(run.total_steps - state.step, 0)
         self._progress.begin("training", total=left, unit="steps")
 
     def agreed(self, gap: float, *, is_packed: bool) -> None:
-        """Records the largest difference between the log-probs of the policy and of the cache."""
-        begins = (
-            "in 4 bits the model starts near the cache's reference, not at it"
+        """Records the largest difference between the policy's log-probs and the cached ones."""
+        found = (
+            "the policy in 4 bits is close to the reference, but not equal to it"
             if is_packed
-            else "checked: the model reproduces the cached log-probs"
+            else "checked: the policy reproduces the cached log-probs"
         )
-        self.log(f"{begins} (largest difference {gap:.1e} nats per completion)")
+        self.log(f"{found} (largest difference {gap:.1e} nats per completion)")
         self._tracked.log_params({"gate.largest_gap": f"{gap:.3e}"})
 
     def stepped(
@@ -173,7 +173,7 @@ class RunRecords:
         self._require_best(state, metrics)
         self._tracked.log_metrics(metrics, step=state.step)
         if samples and self._run.world.rank == 0:
-            with log_failure("No table of single completions"):
+            with log_failure("No table of held-out completions"):
                 self._write_table(state.step, samples)
         plain = {name.removeprefix(EVAL): value for name, value in metrics.items()}
         self.log(f"step {state.step:,}, held-out rows: {shown(plain)}")
@@ -183,7 +183,7 @@ class RunRecords:
         from ...stages.data.tokenizer import decoder  # noqa: PLC0415 - only for a table
         from ...stages.report.eval_table import evaluation_csv  # noqa: PLC0415 - as above
 
-        if run.config.train.eval_text and not self._decode:  # for the first one with text
+        if run.config.train.eval_text and not self._decode:
             stops = Stops.of(run.manifest.fingerprint).tokens
             self._decode = decoder(run.begins_as.path, stops)
         has_none = run.read_spec.context or not run.manifest.is_scored
@@ -197,7 +197,7 @@ class RunRecords:
     def ran_out(self, step: int, tokens: int) -> None:
         """Records that memory ran out in the step after this one, or in an evaluation."""
         self.log(
-            f"step {step + 1:,}: memory ran out; from now on at most {tokens:,} tokens per batch, "
+            f"step {step + 1:,}: memory ran out; later batches have at most {tokens:,} tokens, "
             "with the same result"
         )
 
@@ -208,19 +208,19 @@ class RunRecords:
             lines.append(json.dumps(line).encode())
         self.log(f"step {step:,} gave NaN or infinity and was not applied")
 
-    def visited(self, step: int, epoch: int, visits: Visits) -> None:
+    def log_margins(self, step: int, epoch: int, rows: RowMargins) -> None:
         """Records the margins of this rank's rows."""
-        from ...stages.report.visited_rows import visits_line  # noqa: PLC0415 - only for margins
+        from ...stages.report.row_margins import margins_line  # noqa: PLC0415 - only for margins
 
-        if visits.row_ids:
-            self._on_margins(lambda file: file.append(visits_line(visits, epoch=epoch, step=step)))
+        if rows.row_ids:
+            self._on_margins(lambda file: file.append(margins_line(rows, epoch=epoch, step=step)))
 
     def _on_margins(self, work: Callable[[Lines], None]) -> None:
-        """Works on the file of margins; after a failure, which is logged, no more are kept."""
+        """Calls `work` with the file of margins; after a failure no more margins are written."""
         if self._has_lost_margins:
             return
         self._has_lost_margins = True  # reset on success
-        with log_failure("No margins of training rows from now on"):
+        with log_failure("Margins of training rows are not written from now on"):
             if not self._margins:
                 folder = self._run.folder.row_parts
                 fs.make_folder(folder)
@@ -235,7 +235,7 @@ class RunRecords:
                 self._margins.close()
 
     def save(self, state: State) -> None:
-        """Saves a checkpoint unless it exists; failures are logged, three in a row end the run."""
+        """Saves a checkpoint unless it exists; the third failure in a row ends the run."""
         run = self._run
         if self._saved == (state.step, state.evaluated):
             return
@@ -253,10 +253,10 @@ class RunRecords:
         if state.step != self._failed_at:
             self._failures, self._failed_at = self._failures + 1, state.step
         self._tracked.log_metrics({"checkpoint_failed": 1.0}, step=state.step)
-        self.log(f"step {state.step:,}: no checkpoint: {failure}")
+        self.log(f"step {state.step:,}: the checkpoint was not saved: {failure}")
         if self._failures >= MOST_FAILURES:
             raise StorageError(
-                f"{self._failures} checkpoints in a row could not be saved. The last: {failure}"
+                f"{self._failures} checkpoints in a row could not be saved. Last error: {failure}"
             )
 
     def ended(
@@ -360,7 +360,7 @@ class RunRecords:
 
 
 def shown(metrics: Mapping[str, float]) -> str:
-    """The main metrics, in a line."""
+    """The main metrics as one line."""
     known = {name: metrics[name] for name in SHOWN if math.isfinite(metrics.get(name, math.nan))}
     return ", ".join(f"{name} {value:.4g}" for name, value in known.items())
 
@@ -403,7 +403,7 @@ def used_settings(run: Run, *sections: str) -> dict[str, str]:
         "train.tokens_per_batch": run.feed.settings.tokens_per_batch,
         "train.dtype": run.policy.dtype,
     }
-    # The way of starting a run is not a setting of its training.
+    # train.resume does not affect the training.
     asked = {name: value for name, value in flatten(run.config).items() if name != "train.resume"}
     return {
         name: str(value)

@@ -11,7 +11,7 @@ from ...stages.tracking.mlflow_tracker import MlflowTracker
 from ...stages.tracking.run import Sender
 from ...stages.tracking.run_record import RunRecord
 from ...stages.tracking.tracker import MAIN
-from ..jobs.tracker_sync import asked_store, sync_run
+from ..jobs.tracker_sync import store_errors, sync_run
 from .run_report import require_finished, training_folder
 
 
@@ -32,6 +32,6 @@ def register(
         )
     (synced,) = sync_run(folder, root, options, uri=uri, only=MAIN)
     address = uri or MlflowTracker.address_of(options, root)
-    with owner_lock(folder.root, "register"), asked_store(Sender(MAIN, address, record)):
+    with owner_lock(folder.root, "register"), store_errors(Sender(MAIN, address, record)):
         store = MlflowTracker(address)
         return store.register(synced.run_id, folder.loadable, name, alias)

@@ -78,7 +78,7 @@ def open_folder(run: Run) -> Iterator[None]:
                     world, lambda: require_same_run(checkpoint.identity, run)
                 )
                 for name, line in lengths.items() if world.rank == 0 else ():
-                    follows = "; the learning rate follows the new length from now on"
+                    follows = "; the learning rate schedule follows the new length"
                     logger.warning("%s%s.", line, follows if must_match(name, "length") else "")
         if run.remote and world.rank == 0:
             stack.enter_context(run.remote.pushed_at_end())
@@ -131,17 +131,14 @@ def damage_on_ranks(world: World, path: Path, checkpoint: Checkpoint) -> str:
     return next(filter(None, found), "")
 
 
-# Checks that it is the same run: by its settings, and once loaded, by its numerics.
-
-
-def require_same_run(begun: RunIdentity, run: Run) -> dict[str, str]:
+def require_same_run(started: RunIdentity, run: Run) -> dict[str, str]:
     """Refuses settings of another run; returns changes of the run's length and end."""
-    if begun.cache_root != run.manifest.root:
+    if started.cache_root != run.manifest.root:
         raise FingerprintError(
-            f"The run was started on the cache {begun.cache_root[:12]}…, but this one is "
+            f"The run was started on the cache {started.cache_root[:12]}…, but this one is "
             f"{run.manifest.root[:12]}…. Pass the run's own --cache, or start a new run."
         )
-    return _require_same(begun.settings, settings_of(run))
+    return _require_same(started.settings, settings_of(run))
 
 
 def require_checkpoint_match(run: Run) -> None:
@@ -168,7 +165,7 @@ def require_same_computing(checkpoint: Checkpoint, run: Run) -> tuple[str, ...]:
         raise FingerprintError(
             f"This run was started under ZeRO stage {before.zero_stage}, but train.deepspeed is "
             f"{run.config.train.deepspeed}, ZeRO stage {after.zero_stage}. Set it to auto, which "
-            f"keeps the stage, or pass --deepspeed {begun_preset(before)}."
+            f"keeps the stage, or pass --deepspeed {resumed_preset(before)}."
         )
     was, now = (
         {name: value for name, value in one.computed.items() if name != OF_RANKS}
@@ -192,18 +189,18 @@ def require_same_computing(checkpoint: Checkpoint, run: Run) -> tuple[str, ...]:
     return changed
 
 
-def begun_preset(begun: RunIdentity) -> str:
+def resumed_preset(started: RunIdentity) -> str:
     """The preset of a resumed run's ZeRO stage, with the optimizer on the same device.
 
     The optimizers of CPU and GPU compute differently.
     """
-    kept = begun.computed.get("deepspeed zero_optimization.offload_optimizer.device", "'none'")
-    return preset_of(begun.zero_stage, offloads=kept != "'none'")
+    kept = started.computed.get("deepspeed zero_optimization.offload_optimizer.device", "'none'")
+    return preset_of(started.zero_stage, offloads=kept != "'none'")
 
 
-def _require_same(begun: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
+def _require_same(started: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
     """Refuses values that differ; returns changes of the length or the end, by name."""
-    lines = differences(begun, now, had="begun with")
+    lines = differences(started, now, had="started with")
     if wrong := [line for name, line in lines.items() if not must_match(name, "length", "end")]:
         listed = "\n  ".join(wrong)
         raise FingerprintError(
@@ -253,8 +250,8 @@ def numbers_of(run: Run) -> str:
     known, train = identity_of(run), run.config.train
     settings = {name: one for name, one in known.settings.items() if not must_match(name, "end")}
     computed = {name: one for name, one in known.computed.items() if name != OF_RANKS}
-    of_lines = [train.log_every, train.limit_eval_batches]  # over which metrics are averaged
-    return digest([known.cache_root, settings, computed, of_lines])
+    averaged_over = [train.log_every, train.limit_eval_batches]
+    return digest([known.cache_root, settings, computed, averaged_over])
 
 
 def _options(objective: Objective) -> dict[str, str]:

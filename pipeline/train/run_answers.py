@@ -31,9 +31,9 @@ from .setup import Run, check
 def answer_again(
     root: Path, *, count: int, most_tokens: int, config: Path | None, progress: Progress
 ) -> Path:
-    """Answers prompts for a finished run of any user; returns the path of its page.
+    """Answers prompts with a finished run's policy and model; returns the path of the report.
 
-    Trackers are those of the current user, as for `mlflow-sync`.
+    Trackers come from the current user's settings, as for `mlflow-sync`.
     """
     folder = training_folder(root)
     ending = require_finished(folder)
@@ -44,8 +44,8 @@ def answer_again(
         run = check(settings)
         if run.objective.head == "score":
             raise UsageError(
-                f"--answers: {run.objective.name} trains a model that scores texts and cannot "
-                "write them. Choose another run."
+                f"--answers: {run.objective.name} trains a reward model, which cannot generate "
+                "text. Choose another run."
             )
         identify(run, World(rank=0, size=1, local_rank=0))
         require_same_run(ending.identity, run)  # its cache and policy must be unchanged
@@ -73,8 +73,8 @@ def answer_again(
             except AlignError:
                 raise
             except Exception as error:  # a model's code may raise anything
-                lack = "memory ran out" if is_out_of_memory(error) else repr(error)
-                raise UsageError(f"{sampler.model.path} cannot answer: {lack}.") from error
+                reason = "memory ran out" if is_out_of_memory(error) else repr(error)
+                raise UsageError(f"{sampler.model.path} cannot answer: {reason}.") from error
             answers[when] = [text for text, _ in found]
             answers[f"{when}_ended"] = [ended for _, ended in found]
         fs.publish(folder.answers, pl.DataFrame(answers, ANSWERS).write_ndjson().encode())
@@ -84,26 +84,26 @@ def answer_again(
 
 
 def _prompts(run: Run, context: int | None, count: int, most_tokens: int) -> dict[str, list[int]]:
-    """The first held-out prompts with room for an answer, each once, by the id of a row."""
+    """The first held-out prompts with room for an answer, without duplicates, by row id."""
     tables = run.folder.evaluations()
     if not tables:
         raise UsageError(
-            f"{run.folder.root} has no table of held-out rows to answer. Train with "
-            "--eval-fraction or train.eval_cache, and with train.eval_table above 0."
+            f"{run.folder.root} has no table of held-out rows. Train with --eval-fraction or "
+            "train.eval_cache, and with train.eval_table above 0."
         )
     ids = read_samples(tables[min(tables)])["row_id"].unique(maintain_order=True).to_list()
     cache, manifest = run.held_out or (run.cache, run.manifest)
     found = prompts_of(cache, manifest, ids)
     if not found:
         raise UsageError(f"{cache.root} has none of the held-out rows of {run.folder.root}.")
-    wanted: dict[tuple[int, ...], str] = {}
+    fitting: dict[tuple[int, ...], str] = {}
     for row_id in filter(found.__contains__, ids):
         prompt = tuple(found[row_id].tolist())
         if context is None or len(prompt) + most_tokens <= context:
-            wanted.setdefault(prompt, row_id)
-    if not wanted:
+            fitting.setdefault(prompt, row_id)
+    if not fitting:
         raise UsageError(
             f"No held-out prompt leaves room for {most_tokens:,} tokens in the model's context of "
-            f"{context or 0:,}. Lower --answer-tokens."
+            f"{context or 0:,} tokens. Lower --answer-tokens."
         )
-    return {row_id: [*prompt] for prompt, row_id in [*wanted.items()][:count]}
+    return {row_id: [*prompt] for prompt, row_id in [*fitting.items()][:count]}

@@ -12,7 +12,7 @@ from ...schemas.errors import UsageError, counted
 from ...stages.methods.table import objective_of
 from ...stages.report.eval_table import REWARD, read_samples
 from ...stages.report.text_tables import grid
-from ...stages.report.two_runs import ALPHA, TwoRuns, compare, measure_of, right_rows
+from ...stages.report.two_runs import ALPHA, TwoRuns, compare, correct_rows, measure_of
 from ...stages.storage.run.run_folder import RunFolder, read_ending
 from ..options.settings import read_yaml
 from .run_report import method_options, training_folder
@@ -29,7 +29,7 @@ class RunDiff:
     """Two runs, and their difference on common rows."""
 
     runs: tuple[str, str]
-    measure: str  # the value that is higher for the good side of a correct row
+    measure: str  # the value that decides whether a row is correct
     found: TwoRuns
 
     def text(self) -> str:
@@ -44,48 +44,48 @@ class RunDiff:
                 f"{one.second - one.first:+.4f}",
                 f"{one.low:+.4f} to {one.high:+.4f}",
             ]
-            for one in (found.accuracy, found.gap)
+            for one in (found.accuracy, found.margin)
             if one
         ]
         lines = [
             *(f"{name}: {run}" for name, run in zip("AB", self.runs, strict=True)),
-            f"right: {self.measure} of the chosen side is higher, or of one label beyond 0",
+            f"correct: {self.measure} is higher for the chosen completion; for a row with one "
+            "label, above 0 if it is desirable and below 0 if not",
             "",
             *grid(head, rows),
         ]
         if found.left_out:
-            lines.append(f"  {counted(found.left_out, 'rows')} of only one run are left out.")
+            lines.append(f"  {counted(found.left_out, 'rows')} in only one run are left out.")
         lines += [
             "",
-            f"Right in both {found.in_both:,}, in A alone {len(found.lost):,}, in B alone "
-            f"{len(found.gained):,}. Prompts with more rows right in A: {found.prompts_lost:,}, "
-            f"in B: {found.prompts_gained:,}. Chance alone divides them as unevenly with a "
-            f"probability of {found.p_value:.3g} (McNemar, exact).",
+            f"Correct in both {found.correct_in_both:,}, only in A {len(found.lost):,}, only in B "
+            f"{len(found.gained):,}. Prompts with more correct rows in A: {found.prompts_lost:,}, "
+            f"in B: {found.prompts_gained:,}; p = {found.p_value:.3g} (McNemar's exact test).",
         ]
         if found.p_value < ALPHA:
             better = "B" if found.prompts_gained > found.prompts_lost else "A"
-            lines.append(f"{better} is right on more prompts, by more than chance ({ALPHA:g}).")
+            lines.append(f"{better} is significantly better (p < {ALPHA:g}).")
         else:
             lines.append("On these rows the two runs are not significantly different.")
         for name, ids in (("A", found.lost), ("B", found.gained)):
             if ids:
                 more = ", …" if len(ids) > MOST_SHOWN else ""
-                lines.append(f"right in {name} alone: {', '.join(ids[:MOST_SHOWN])}{more}")
+                lines.append(f"correct only in {name}: {', '.join(ids[:MOST_SHOWN])}{more}")
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class _Evaluated:
-    """The single completions of a run after a step."""
+    """A run's held-out completions after a step."""
 
     title: str
     samples: pl.DataFrame
-    formula: str  # of the rewards that its loss compares
-    rewards: str  # the formula with its resolved options
+    formula: str  # of the reward
+    rewards: str  # the formula and the method's options
 
 
 def diff_runs(first: Path, second: Path, step: int | None = None) -> RunDiff:
-    """Compares two runs after their last evaluation, or after the one at a step."""
+    """Compares two runs by their last evaluation, or by the one at a step."""
     runs = [_evaluated(training_folder(root), step) for root in (first, second)]
     column, measure = _measure(runs)
     found = compare(runs[0].samples, runs[1].samples, column)
@@ -93,38 +93,39 @@ def diff_runs(first: Path, second: Path, step: int | None = None) -> RunDiff:
 
 
 def ranking(folders: Mapping[str, RunFolder]) -> tuple[str, Sequence[str]]:
-    """The run with the most correct held-out rows, and sentences on runs that may be as good.
+    """The run with the most correct held-out rows, and sentences that compare the others to it.
 
-    The best is chosen by the same rows, so the significance level of 5 % is divided by the number
-    of pairs of runs. Fewer than two runs have no best.
+    The same rows choose the best and test it, so the significance level of 5 % is divided by the
+    number of pairs of runs. With fewer than two runs there is no ranking.
     """
     runs = {name: _evaluated(one, None) for name, one in folders.items() if one.evaluations()}
     if len(runs) < 2:
         return "", ()
     column, measure = _measure([*runs.values()])
-    right = {name: right_rows(run.samples, column) for name, run in runs.items()}
-    best = max(right, key=lambda name: right[name].mean())
+    correct = {name: correct_rows(run.samples, column) for name, run in runs.items()}
+    best = max(correct, key=lambda name: correct[name].mean())
     alpha = ALPHA / math.comb(len(runs), 2)
     alike, behind = list[str](), list[str]()
     for name in runs.keys() - {best}:
         found = compare(runs[best].samples, runs[name].samples, column)
         is_behind = found.p_value < alpha and found.prompts_lost > found.prompts_gained
         (behind if is_behind else alike).append(name)
-    rows = counted(len(right[best]), "held-out rows")
-    lines = [f"{best} has the most of {rows} right: {right[best].mean():.4f}, by {measure}."]
+    rows = counted(len(correct[best]), "held-out rows")
+    accuracy = f"{correct[best].mean():.4f}"
+    lines = [f"{best} has the highest accuracy: {accuracy} of {rows}, by {measure}."]
     if alike:
         lines.append(f"It is not significantly better than {', '.join(sorted(alike))}.")
     if behind:
         lines.append(f"It is significantly better than {', '.join(sorted(behind))}.")
-    return best, (*lines, "`align diff` compares two of them row by row.")
+    return best, (*lines, "`align diff` compares two runs row by row.")
 
 
 def _evaluated(folder: RunFolder, step: int | None) -> _Evaluated:
     tables, settings, ending = folder.evaluations(), read_yaml(folder.config), read_ending(folder)
     if not tables:
         raise UsageError(
-            f"{folder.root} has no single completions of held-out rows. Train with "
-            "--eval-fraction, or train.eval_cache, and with train.eval_table above 0."
+            f"{folder.root} has no table of held-out rows. Train with --eval-fraction or "
+            "train.eval_cache, and with train.eval_table above 0."
         )
     if step is None:
         of_model = ending.model_step if ending else None
@@ -143,6 +144,6 @@ def _evaluated(folder: RunFolder, step: int | None) -> _Evaluated:
 
 
 def _measure(runs: Sequence[_Evaluated]) -> tuple[str, str]:
-    """The column to compare, and its meaning: rewards if all runs have the same ones."""
+    """The column to compare and its description; the reward if all runs have the same one."""
     column = measure_of([run.samples for run in runs], {run.rewards for run in runs})
     return column, f"the reward {runs[0].formula}" if column == REWARD else f"the {column}"

@@ -45,7 +45,7 @@ class History:
         return min(known, default=None), max(known, default=None)
 
     def measured(self, model_step: int | None = None) -> Measured:
-        """First and last metrics, on held-out rows, or on training steps without held-out rows.
+        """The first and last metrics of held-out rows, or of training steps if there are none.
 
         `model_step`: the step of the written model, if it is not the last one.
         """
@@ -72,7 +72,7 @@ def _metrics(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_history(metrics: Path) -> History:
-    """Reads metrics.jsonl, some lines at a time."""
+    """Reads metrics.jsonl in chunks."""
     import polars as pl  # noqa: PLC0415 - 20 MiB that ranks without a report do not need
 
     kinds = pl.Schema({"step": pl.Int64(), "time": pl.Datetime("ms", "UTC")})
@@ -92,7 +92,7 @@ def read_history(metrics: Path) -> History:
 
 
 def curves(lines: pl.DataFrame) -> Mapping[str, list[tuple[float, float]]]:
-    """Every metric's points, (step, value) with rising steps, by its name without eval/."""
+    """The (step, value) points of every metric, by its name without eval/."""
     return {
         name.removeprefix(EVAL): lines.select("step", name).drop_nulls().rows()
         for name in lines.columns

@@ -17,10 +17,10 @@ from ...stages.model.model_folder import read_json
 from ...stages.report.charts import plain
 from ...stages.report.eval_table import REWARD, TEXTS, kind_of, read_answers, read_samples
 from ...stages.report.page import Section, render_page
+from ...stages.report.row_margins import join_margins, learned_rows, read_margins
 from ...stages.report.run_curves import LEARNING, completion_charts, curves_of, further
 from ...stages.report.run_warnings import Measurements, find_warnings
 from ...stages.report.text_tables import duration, grid
-from ...stages.report.visited_rows import join_visits, learned_rows, read_visits
 from ...stages.storage.cache import Cache
 from ...stages.storage.copies import manifest_folder
 from ...stages.storage.disk import fs
@@ -93,7 +93,7 @@ def write_report(root: Path) -> dict[str, str]:
     folder = training_folder(root)
     with log_failure("No table of training rows"):
         if parts := folder.rows_written():
-            join_visits(parts, folder.rows)
+            join_margins(parts, folder.rows)
     settings, history = read_yaml(folder.config), read_history(folder.metrics)
     ending, best = read_ending(folder), settings["train.best"] or f"{EVAL}loss"
     learned, held_out = curves(history.learned), curves(history.held_out)
@@ -103,14 +103,14 @@ def write_report(root: Path) -> dict[str, str]:
     }
     warnings = find_warnings(Measurements(learned, held_out, tables))
 
-    # Held-out completions one by one.
+    # The table of held-out completions.
     completions, note = "", ""
     if tables:
         step, last = max(tables), tables[max(tables)]
         completions = completion_charts(tables)
         note = (
-            f"{counted(len(last), 'completions')} of the first rows held out, in the order of the "
-            f"cache, which is shuffled; after step {step:,}."
+            f"{counted(len(last), 'completions')} of the first held-out rows of the cache, whose "
+            f"order is random, after step {step:,}."
         )
         if kind_of(last.columns) == "log-ratios":
             note += " A log-ratio is log(policy / reference), summed over a completion."
@@ -143,7 +143,7 @@ def write_report(root: Path) -> dict[str, str]:
             Section(
                 "Training rows",
                 facts=_row_facts(folder),
-                note="Margins of rewards, before the update of each step that ran the row. "
+                note="Reward margins in each step that trained on the row, before the update. "
                 "`align inspect CACHE --row ID` shows a row.",
             ),
             Section("Answers before training and after", texts=answers),
@@ -169,7 +169,7 @@ def write_report(root: Path) -> dict[str, str]:
 
 
 def before_and_after(measured: Measured) -> list[list[str]]:
-    """The main metrics, first and last, as a table; its head names the rows."""
+    """A table of the first and last values of the main metrics."""
     is_held_out = measured.rows == "held out"
     prefix = EVAL if is_held_out else ""
     rows = []
@@ -185,7 +185,7 @@ def before_and_after(measured: Measured) -> list[list[str]]:
 
 
 def _lead(folder: RunFolder, ending: RunEnding | None, history: History, method: str) -> list[str]:
-    """The progress and the status of the run."""
+    """Sentences on the progress and the status of the run."""
     how = HOW[ending.ending] if ending else "not finished"
     lines = [f"{method}, {counted(history.steps, 'steps')}, {how}.", *_notes_on(ending)]
     lines += [f"Resumed with a change: {change}." for change in (ending.changes if ending else ())]
@@ -201,25 +201,25 @@ def _lead(folder: RunFolder, ending: RunEnding | None, history: History, method:
 
 
 def _notes_on(ending: RunEnding | None) -> list[str]:
-    """Sentences on an end before the last step, and on a model that is not the last step's."""
+    """Sentences on an early end, and on a model of another step than the last."""
     lines = []
     if ending and ending.ending == "finished" and ending.reason:
-        lines = [f"It ended before its {counted(ending.total_steps, 'steps')}: {ending.reason}."]
+        steps = counted(ending.total_steps, "steps")
+        lines = [f"It ended early, before its {steps}: {ending.reason}."]
     if ending and ending.model_step is not None:
         lines.append(
-            f"Its model is of step {ending.model_step:,}, the best one (train.write_best)."
+            f"The model is the best one, of step {ending.model_step:,} (train.write_best)."
         )
     return lines
 
 
 def _unfinished(folder: RunFolder, ending: RunEnding | None, history: History) -> list[str]:
-    """For a run that is not finished: the reason, its last good step, and how to resume."""
+    """For an unfinished run: the reason, the last good step, and how to resume."""
     if ending is None and is_owned(folder.root):
-        return ["It is running, or a process still has its folder locked."]
+        return ["The run is active: a process has its folder locked."]
     if ending is None:
         lines = [
-            "The run was killed, or its machine stopped. The last logged step is "
-            f"{history.steps:,}."
+            f"The run was killed, or its machine stopped, after logging step {history.steps:,}."
         ]
     elif ending.ending == "finished":
         return []
@@ -228,33 +228,32 @@ def _unfinished(folder: RunFolder, ending: RunEnding | None, history: History) -
         while step in failed:
             step -= 1
         lines = [
-            ending.reason or "It failed; its log says why.",
+            ending.reason or "The run failed; the reason is in its log.",
             f"The last good step is {step:,} of {ending.total_steps:,}.",
         ]
     else:
-        lines = [f"It stopped after step {ending.step:,} of {ending.total_steps:,}."]
+        lines = [f"The run stopped after step {ending.step:,} of {ending.total_steps:,}."]
     saved = folder.steps()
     if not saved:
-        return [*lines, f"It has no checkpoint. {RESUME}: it starts again at the first step."]
-    last = f"The last checkpoint is of step {saved[-1]:,}. {RESUME}: it resumes from there."
-    return [*lines, last]
+        return [*lines, f"There is no checkpoint. {RESUME}: the run starts from the first step."]
+    return [*lines, f"{RESUME}: the run resumes from the checkpoint of step {saved[-1]:,}."]
 
 
 def _not_applied(folder: RunFolder) -> set[int]:
-    """The steps that were not applied when they were first run; damaged lines are left out."""
+    """The steps that were not applied when they were first run; damaged lines are skipped."""
     steps = set[int]()
     for line in read_lines(folder.nonfinite) if folder.nonfinite.exists() else ():
         try:
             steps.add(int(json.loads(line.text)["step"]))
         except (ValueError, KeyError, TypeError):
-            logger.warning("%s: a line that cannot be read is left out.", folder.nonfinite)
+            logger.warning("%s: a damaged line is skipped.", folder.nonfinite)
     return steps
 
 
 def _head(
     settings: Mapping[str, Any], history: History, manifest: Manifest | None
 ) -> dict[str, str]:
-    """The distinguishing facts of a run, by name, as far as they are known."""
+    """The facts that distinguish a run from others, by name, as far as they are known."""
     options = objective_of(settings["train.method"], method_options(settings)).values
     first, last = history.times
     facts = {
@@ -272,19 +271,19 @@ def _head(
 
 def _row_facts(folder: RunFolder) -> dict[str, str]:
     """The training rows that were learned, never correct, and forgotten, if margins were logged."""
-    rows = learned_rows(read_visits(folder.rows))
+    rows = learned_rows(read_margins(folder.rows))
     if rows.is_empty():
         return {}
-    visits = max(rows["visits"])
-    facts = {"training rows": f"{len(rows):,}, each visited {visits:,} times at most"}
+    most = max(rows["times"])
+    facts = {"training rows": f"{len(rows):,}, each trained on up to {counted(most, 'times')}"}
     for title, column in (
-        ("margin above 0 at the last visit", "right"),
-        ("above 0 at no visit", "never"),
-        ("above 0, and below it later", "forgotten"),
+        ("correct the last time (margin above 0)", "correct"),
+        ("never correct", "never"),
+        ("forgotten (correct, later incorrect)", "forgotten"),
     ):
         ids = rows.filter(column)["row_id"].to_list()
         facts[title] = f"{len(ids):,} ({len(ids) / len(rows):.1%})"
-        if ids and column != "right":
+        if ids and column != "correct":
             more = f" and {len(ids) - MOST_NAMED:,} more" if len(ids) > MOST_NAMED else ""
             facts[title] += f": {', '.join(ids[:MOST_NAMED])}{more}"
     return facts
@@ -293,14 +292,14 @@ def _row_facts(folder: RunFolder) -> dict[str, str]:
 def _cache_facts(
     folder: RunFolder, settings: Mapping[str, Any]
 ) -> tuple[Manifest | None, dict[str, str], dict[str, str]]:
-    """The manifest of the run's cache, its data and lineage; or the reason that it is missing."""
+    """The manifest of the run's cache, and its data and lineage; None and the reason if missing."""
     location = settings["train.cache"] or settings["cache.output"]
     try:
         manifest = Cache(manifest_folder(location)).manifest()
         roots = {read_checkpoint(folder.step(step)).identity.cache_root for step in folder.steps()}
         if others := roots - {manifest.root}:
             raise UsageError(
-                f"{location} holds another cache now; this run was trained on root {min(others)}."
+                f"{location} has another cache now; this run was trained on cache {min(others)}."
             )
     except (UsageError, CorruptionError, StorageError) as error:
         return None, {"cache": str(error)}, {}
@@ -312,15 +311,15 @@ def _cache_facts(
     data = {
         **files,
         "in the cache": f"{kept}, {counted(manifest.branches, 'completions')}",
-        **{f"left out: {why}": counted(rows, "rows") for why, rows in manifest.reasons.items()},
-        **{f"counted: {what}": f"{number:,}" for what, number in manifest.notes.items()},
+        **{f"rejected: {why}": counted(rows, "rows") for why, rows in manifest.reasons.items()},
+        **{f"noted: {what}": f"{number:,}" for what, number in manifest.notes.items()},
     }
     lineage = {
-        "policy began as": settings["train.model"] or f"{manifest.model}, the reference",
+        "policy before training": settings["train.model"] or f"{manifest.model}, the reference",
         "reference": manifest.model,
-        "its adapter": manifest.adapter,
+        "reference adapter": manifest.adapter,
         "cache": location,
-        "cache root": manifest.root,
+        "cache id": manifest.root,
         "reference weights": manifest.fingerprint["model.weights"],
     }
     return manifest, data, {name: value for name, value in lineage.items() if value}
@@ -328,24 +327,26 @@ def _cache_facts(
 
 @dataclass(frozen=True)
 class Trained:
-    """A run that ended, with its first and last metrics, for the terminal."""
+    """An ended run with its first and last metrics, for the terminal."""
 
     folder: RunFolder
     ending: RunStatus
     steps: int
     measured: Measured
-    is_old: bool = False  # it had ended before this command
-    ended: tuple[str, ...] = ()  # sentences on its end
+    is_old: bool = False  # whether it had ended before this command
+    notes: tuple[str, ...] = ()  # on an early end, and on the step of the model
     warnings: Mapping[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
         """The metrics before and after, the warnings, and the paths of model and report."""
-        already = " already: this run is finished, nothing was trained" if self.is_old else ""
-        lines = [f"{self.folder.root}: {counted(self.steps, 'steps')} done{already}", *self.ended]
+        already = " already: the run is finished, nothing was trained" if self.is_old else ""
+        lines = [f"{self.folder.root}: {counted(self.steps, 'steps')} done{already}", *self.notes]
         if self.ending == "finished":
             lines.append(f"model in {self.folder.model}")
         else:
-            lines.append("stopped by train.max_time; the same command with --resume auto continues")
+            lines.append(
+                "stopped by train.max_time; resume with the same command and --resume auto"
+            )
         if self.measured.rows == "held out" and self.measured.after:
             head, *rows = before_and_after(self.measured)
             lines += grid(head, rows)
@@ -364,7 +365,7 @@ class Trained:
 
 
 def trained_before(folder: RunFolder, *, writes: bool) -> Trained:
-    """A run that had ended before; a missing report is written."""
+    """A run that had ended before; with `writes`, a missing report is written."""
     warnings: Mapping[str, str] = {}
     if writes and not folder.report.exists():
         with log_failure("No report"):
@@ -383,5 +384,5 @@ def outcome(
         steps, measured = history.steps, history.measured(known.model_step if known else None)
     else:
         logger.warning("%s is missing: the metrics are lost.", folder.metrics)
-    ended = tuple(_notes_on(known))
-    return Trained(folder, ending, steps, measured, ended=ended, warnings=warnings or {})
+    notes = tuple(_notes_on(known))
+    return Trained(folder, ending, steps, measured, notes=notes, warnings=warnings or {})

@@ -1,4 +1,4 @@
-"""Trains every combination of methods and settings on one cache, one after the other."""
+"""`align sweep`: trains every combination of methods and settings on one cache, one by one."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ MOST_TRIALS = 10_000
 
 
 def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progress) -> Sweep:
-    """Trains one run after another; `load` returns a run's settings from more --set texts.
+    """Trains one run after another; `load` returns the settings with additional --set texts.
 
-    A single process continues after a failed run. Several ranks stop, because they may not agree
-    that it failed.
+    A single process continues after a failed run. Several ranks stop, because a failure may have
+    happened on some of them only.
     """
     output = require_on_disk(folder, "a sweep is")
     tracking, runs = load(()).config.tracking, _checked(load, trials, output)
@@ -134,7 +134,7 @@ def _train(trial: Trial, run: Run, progress: Progress) -> None:
     started = time.monotonic()
     trained = train_in(run, progress)
     if trained.is_old:
-        progress.log(f"{trial.name} is finished already and is not changed")
+        progress.log(f"{trial.name} is finished already")
     else:
         trial.seconds = time.monotonic() - started
     trial.ending, trial.steps, trial.measured = trained.ending, trained.steps, trained.measured
@@ -186,8 +186,8 @@ def varied_by(texts: Sequence[str]) -> dict[str, list[str]]:
     for text in texts:
         name, equals, values = text.partition("=")
         if name in fields() and not reads("sweep", name):
-            way = instead_of(name, "sweep")
-            raise UsageError(f"--vary: {name} is not used by `align sweep`. {way}.")
+            advice = instead_of(name, "sweep")
+            raise UsageError(f"--vary: {name} is not used by `align sweep`. {advice}.")
         if name in varied:
             raise UsageError(f"{name} is varied twice. Give all of its values at once.")
         if not (name and equals and all(values.split(","))):

@@ -53,10 +53,10 @@ class Trial:
     failure: str = ""
     steps: int = 0
     measured: Measured = field(default_factory=Measured)
-    seconds: float = 0.0  # of its training; 0 if it failed or had ended before
+    seconds: float = 0.0  # duration of the training; 0 if it failed or had ended before
 
     def row(self) -> list[str]:
-        """Its line of the table."""
+        """Its row of the table."""
         prefix = EVAL if self.measured.rows == "held out" else ""
         values = [
             moment.get(f"{prefix}{name}")
@@ -102,13 +102,14 @@ class Sweep:
             elif trial.ending != "finished":
                 notes.append(
                     f"{trial.name} was stopped by train.max_time after "
-                    f"{counted(trial.steps, 'steps')}; the same command with --resume auto resumes"
+                    f"{counted(trial.steps, 'steps')}; resume with the same command and --resume "
+                    "auto"
                 )
         return [*notes, *self.ranking, f"in {self.folder}"]
 
 
 def page_of(sweep: Sweep) -> str:
-    """The runs in one table, the most accurate first, on held-out rows if there are any."""
+    """The page: a table of the runs, sorted by accuracy, and their curves."""
 
     def rank(trial: Trial) -> tuple[int, float]:
         found = trial.measured
@@ -118,13 +119,13 @@ def page_of(sweep: Sweep) -> str:
 
     ordered = sorted(sweep.ended, key=rank)
     folders = {trial.name: RunFolder(sweep.folder / trial.name) for trial in ordered}
-    begun = [name for name, folder in folders.items() if folder.metrics.exists()]
+    started = [name for name, folder in folders.items() if folder.metrics.exists()]
     notes = ["The most accurate run comes first.", *sweep.notes()]
-    if len(begun) > MOST_DRAWN:
-        notes.insert(1, f"Curves are those of the first {MOST_DRAWN} runs of the table.")
+    if len(started) > MOST_DRAWN:
+        notes.insert(1, f"The curves show the first {MOST_DRAWN} runs of the table.")
 
-    # The dots of all runs stand over the lines of all.
-    histories = {name: read_history(folders[name].metrics) for name in begun[:MOST_DRAWN]}
+    # In each chart the dots of all runs are drawn over the lines of all runs.
+    histories = {name: read_history(folders[name].metrics) for name in started[:MOST_DRAWN]}
     learned = {name: curves(history.learned) for name, history in histories.items()}
     held_out = {name: curves(history.held_out) for name, history in histories.items()}
     figures = []
@@ -148,7 +149,7 @@ def page_of(sweep: Sweep) -> str:
         Section(
             "Curves",
             figures="".join(figures),
-            note="Lines are of training rows, dots of held-out rows.",
+            note="Lines are training rows, dots are held-out rows.",
         ),
     ]
     return render_page(

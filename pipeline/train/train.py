@@ -22,7 +22,7 @@ from ...stages.engine.distributed import (
 )
 from ...stages.methods.objective import LOSS
 from ...stages.model.library_errors import is_out_of_memory
-from ...stages.storage.run.checkpoints import wanted
+from ...stages.storage.run.checkpoints import best_metric
 from ...stages.tracking.metrics_log import EVAL
 from ...stages.tracking.progress import Progress
 from ...stages.train.evaluation import (
@@ -149,8 +149,8 @@ def advance(run: Run, state: State, batch: StepBatch) -> State:
             "row, without an update. Check the rows in nonfinite.jsonl, lower train.lr, or use "
             "--dtype float32."
         )
-    if result.visits:
-        run.records.visited(step, state.step // per_epoch, result.visits)
+    if result.row_margins:
+        run.records.log_margins(step, state.step // per_epoch, result.row_margins)
 
     # A line of metrics.jsonl has the means of all steps since the last line, without losses that
     # are not finite.
@@ -257,7 +257,7 @@ def measure(run: Run, state: State) -> tuple[State, RunStatus | None]:
         return state, batches.ending
     metrics = {f"{EVAL}{name}": value for name, value in means.items()}
     best = state.best
-    if wanted(options.best).metric.startswith(EVAL):
+    if best_metric(options.best).metric.startswith(EVAL):
         agreed = gathered(run.world, metrics)[0]  # rank 0's numbers, for all ranks
         best = with_evaluation(best, agreed, step=state.step, options=options)
     known = {name: value for name, value in metrics.items() if math.isfinite(value)}

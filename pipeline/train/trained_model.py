@@ -24,7 +24,12 @@ from ...stages.model.save import (
 )
 from ...stages.report.model_card import inline, model_card
 from ...stages.storage.locations import origin_of
-from ...stages.storage.run.checkpoints import CHECKPOINTS, best_checkpoint, best_first, wanted
+from ...stages.storage.run.checkpoints import (
+    CHECKPOINTS,
+    best_checkpoint,
+    best_first,
+    best_metric,
+)
 from ...stages.storage.run.run_folder import remove_model, save_model
 from .checkpoint import require_space_for_model
 from .records import used_settings
@@ -42,7 +47,7 @@ def state_to_write(run: Run, state: State) -> State:
     best, folder = run.config.train.best, run.folder
     if not run.config.train.write_best:
         return state
-    name = wanted(best).metric
+    name = best_metric(best).metric
     try:
         found = run_on_rank_zero(run.world, lambda: best_checkpoint(folder, best))
         if found is None:
@@ -55,19 +60,19 @@ def state_to_write(run: Run, state: State) -> State:
             raise CHECKPOINTS.damaged(path, why)
     except CorruptionError as error:
         raise CorruptionError(
-            f"{error} It may be the best one, which train.write_best needs: remove or restore it, "
+            f"{error} It may be the best one, which train.write_best needs. Remove or restore it, "
             "or run the same command with --set train.write_best=false --resume auto."
         ) from error
     if found.state.step != state.step:
         run.engine.load_state(path)
     run.records.log(
-        f"the model is that of step {found.state.step:,}, whose checkpoint has the best {name}"
+        f"writing the model of step {found.state.step:,}, whose checkpoint has the best {name}"
     )
     known = state.best
     if known and known.metric == best and known.value is not None:
         values = {found.state.step: found.state.metrics[name], known.step: known.value}
         if best_first(values, best)[0] != found.state.step:  # for example, step 0
-            run.records.log(f"step {known.step:,} has a better value, but no checkpoint")
+            run.records.log(f"step {known.step:,} has a better {name}, but no checkpoint")
     return found.state
 
 
@@ -117,7 +122,7 @@ def _write(run: Run, state: State, weights: Mapping[str, Tensor]) -> None:
 
 
 def _card(run: Run, state: State, *, is_adapter: bool) -> str:
-    """The README: model, method, rows, and the origin of each."""
+    """The model card: the model, method and rows, and their origins."""
     objective, manifest, policy = run.objective, run.manifest, origin_of(run.begins_as.path)
     is_reward_model = objective.head == "score"
     front = {
@@ -160,11 +165,11 @@ def _card(run: Run, state: State, *, is_adapter: bool) -> str:
     ended = {"a turn": stops.turn, "a tool call": stops.tool_calls, "plain text": stops.text}
     tables = {
         "Lineage": {
-            "policy began as": policy,
+            "policy before training": policy,
             "reference": manifest.model,
             "reference weights": manifest.fingerprint["model.weights"],
             "cache": origin_of(str(run.cache.root)),
-            "cache root": manifest.root,
+            "cache id": manifest.root,
             **(run.records.origins() or {"MLflow run": "none"}),
         },
         "Data (sha256)": {entry.name: entry.sha256 for entry in manifest.inputs},

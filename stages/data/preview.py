@@ -53,7 +53,7 @@ def lines_of(row: Rows, tokenizer: TextTokenizer, *, file: str, prompt_side: str
     if len(own) > MOST_COMPLETIONS:
         yield Text(f"  and {counted(len(own) - MOST_COMPLETIONS, 'more completions')}")
     if len(own) < len(roles):
-        yield completion("mismatched, of another row", roles.index(Role.MISMATCHED))
+        yield completion("KL completion, of another row", roles.index(Role.MISMATCHED))
 
 
 class _Reader:

@@ -68,7 +68,7 @@ class ReadRows:
     num_bad: NDArray[np.int32]  # (rows,) rejected or undesirable completions
     kinds: dict[StoredKind, KindCounts]  # of the stored rows, read or not
     missing: dict[str, int]  # rows without a number that the method needs, by the number's name
-    num_partners: int  # KL partners of each completion
+    num_partners: int  # KL completions per completion
     longest: int  # most tokens of a prompt and one completion, as the method reads them
 
 
@@ -208,7 +208,7 @@ class RowTable:
 
     @property
     def num_partners(self) -> int:
-        """The number of KL partners of each completion."""
+        """The number of KL completions per completion."""
         return int(self.sizes.mismatched_tokens.shape[1])
 
     def group_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -236,7 +236,7 @@ def step_batch(plan: StepPlan, buffer: NumberedRows, table: RowTable, *, rank: i
         indices = np.flatnonzero(np.isin(plan.pairs.rows, rows))
         pairs, found = plan.pairs.take(indices), buffer.find(plan.rows[rows])
         row_of = np.searchsorted(rows, pairs.rows)
-        # A row has its own completions first, then the first partner of each, then the second ones.
+        # A row has its own completions, then the first KL completion of each, then the second.
         completions = (
             stored[found[row_of]] + (1 + pairs.partners) * counts[pairs.rows] + pairs.completions
         )

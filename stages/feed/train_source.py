@@ -32,7 +32,7 @@ class TrainSource:
     held_out: RowTable
     kinds: dict[StoredKind, KindCounts]  # of the cache, read or not
     labels: Labels  # of the completions in an epoch
-    num_partners: int  # KL partners of each completion in the cache
+    num_partners: int  # KL completions per completion in the cache
     longest: int  # most tokens of a prompt and one completion, as the method reads them
 
     @property

@@ -55,7 +55,7 @@ def smoothed(x: Tensor, e: float) -> Tensor:
 )
 def dpo(p: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
     """Pairs with clear labels: the method to start with. label_smoothing makes it cDPO."""
-    return smoothed(beta * p.D - p.wanted, label_smoothing)
+    return smoothed(beta * p.D - p.target_margin, label_smoothing)
 
 
 @paired(
@@ -65,13 +65,13 @@ def dpo(p: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
 )
 def cdpo(p: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.2) -> Tensor:
     """Pairs of which some have swapped labels: the margin stops growing."""
-    return smoothed(beta * p.D - p.wanted, label_smoothing)
+    return smoothed(beta * p.D - p.target_margin, label_smoothing)
 
 
 @by_margin("(-(1-e) LS(b D) + e LS(-b D)) / (1-2e)", "rDPO, https://arxiv.org/abs/2403.00409")
 def robust(p: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Tensor:
     """Pairs with a known share of wrong labels: unbiased, where cdpo is cautious."""
-    x, e = beta * p.D - p.wanted, label_smoothing
+    x, e = beta * p.D - p.target_margin, label_smoothing
     return (e * F.logsigmoid(-x) - (1 - e) * F.logsigmoid(x)) / (1 - 2 * e)
 
 
@@ -88,7 +88,7 @@ def exo(
     ] = 0.001,
 ) -> Tensor:
     """Pairs, when the policy should settle on one good answer instead of covering all."""
-    x, e = beta * p.D - p.wanted, label_smoothing
+    x, e = beta * p.D - p.target_margin, label_smoothing
     chosen = x.sigmoid() * (F.logsigmoid(x) - math.log1p(-e))
     return chosen + (-x).sigmoid() * (F.logsigmoid(-x) - math.log(e))
 
@@ -96,7 +96,7 @@ def exo(
 @by_margin("max(0, 1 - b D)", "RSO, https://arxiv.org/abs/2309.06657")
 def hinge(p: Pairs, *, beta: float = 0.1) -> Tensor:
     """Pairs, when those with a large enough margin should be left alone."""
-    return F.relu(1 - (beta * p.D - p.wanted))
+    return F.relu(1 - (beta * p.D - p.target_margin))
 
 
 @by_margin(
@@ -104,7 +104,7 @@ def hinge(p: Pairs, *, beta: float = 0.1) -> Tensor:
 )
 def discopop(p: Pairs, *, beta: float = 0.05, tau: float = 0.05) -> Tensor:
     """Pairs, for comparison with a loss found by search; its gradient is wrong near D = 0."""
-    x = beta * p.D - p.wanted
+    x = beta * p.D - p.target_margin
     # One exponent, because far below 0 g is 0 and exp(-x) is infinite.
     return -(-x / tau).sigmoid() * F.logsigmoid(x) + bounded_exp(F.logsigmoid(x / tau) - x)
 
@@ -362,7 +362,7 @@ against_z = partial(
 
 
 @against_z(
-    "w (1 - S(±b (r - z))), z = max(0, mean of mismatched r)",
+    "w (1 - S(±b (r - z))), z = max(0, mean r of KL completions)",
     "KTO, https://arxiv.org/abs/2402.01306",
 )
 def kto(
@@ -393,7 +393,7 @@ def kto_zero(
 
 
 @against_z(
-    "-w LS(±b (r - z)), z = max(0, mean of mismatched r)",
+    "-w LS(±b (r - z)), z = max(0, mean r of KL completions)",
     "HALOs, https://github.com/ContextualAI/HALOs",
 )
 def kto_logsigmoid(
@@ -672,7 +672,7 @@ def csft(y: Labelled, *, good_token: str = "<|good|>", bad_token: str = "<|bad|>
 )
 def reward(p: Pairs) -> Tensor:
     """Pairs, to train a model that scores completions instead of one that writes them."""
-    return -F.logsigmoid(p.lp_c - p.lp_l - p.wanted)
+    return -F.logsigmoid(p.lp_c - p.lp_l - p.target_margin)
 
 
 @labelled(

@@ -49,17 +49,17 @@ OPTIONS: dict[str, Any] = {
     "alpha": option("weight of the chosen completion's likelihood", ge=0),
     "bad_token": option("text between the prompt and an undesirable completion"),
     "beta": option("how far the policy may go: lower lets it go further", gt=0),
-    "delta": option("margin wanted between the two sums, in nats", gt=0),
+    "delta": option("target margin between the two sums, in nats", gt=0),
     "desirable_weight": option("weight of desirable completions; auto: balances the two labels"),
     "epsilon": option("a token gains nothing beyond a ratio of 1 ± this", gt=0, lt=1),
-    "eta": option("margin wanted per point between the two scores", gt=0),
+    "eta": option("target margin per point between the two scores", gt=0),
     "gamma": option("discount of a reward per token", ge=0, le=1),
-    "gamma_ratio": option("margin wanted between the two means", ge=0),
+    "gamma_ratio": option("target margin between the two means", ge=0),
     "good_token": option("text between the prompt and a desirable completion"),
     "kl": option("weight of log p, which keeps a token near the reference", ge=0),
     "kl_per_step": option("KL completions of a training step that enter z; 0: all", ge=0),
     "kl_use": option(
-        "rotate: one KL partner per completion, another one every epoch; all: all of them"
+        "rotate: one KL completion per completion, another one every epoch; all: all of them"
     ),
     "label_smoothing": option("assumed share of pairs with swapped labels", ge=0, lt=0.5),
     "nll_scope": option(
@@ -116,8 +116,9 @@ class Pairs:
         # The log-probs that are compared; modifiers change these, but not those to imitate.
         self.compared_c = completions.compared_logps[0::2]
         self.compared_l = completions.compared_logps[1::2]
-        # From the data: the wanted margin, and the difference of the scores.
-        self.wanted: Tensor | float = 0.0 if completions.margin is None else completions.margin
+        # From the data: the target margin, and the difference of the scores.
+        margin = completions.margin
+        self.target_margin: Tensor | float = 0.0 if margin is None else margin
         self.score_gap = completions.scores[0::2] - completions.scores[1::2]
         self.index = completions.step_indices[0::2] // 2  # of each row in the whole step
 

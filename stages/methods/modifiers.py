@@ -34,7 +34,7 @@ class Modifiers(Options):
         "compares log-ratios per token, r / n, as NeMo-Aligner can", default=False
     )
     wpo: bool = option("weighs pairs by their likelihood under the policy", default=False)
-    margin: str = option("data column with the wanted margin of each pair", default="")
+    margin: str = option("data column with the target margin of each pair", default="")
     row_weight: str = option("data column with the weight of each row", default="")
     humanline: bool = option(
         "clamps each token's log-ratio to [log_eps_p, log_eps_r]", default=False

@@ -1,1 +1,1 @@
-"""Encoded rows by key range; each completion gets its KL partners, shard by shard."""
+"""Encoded rows by key range; each completion gets its KL completions, shard by shard."""

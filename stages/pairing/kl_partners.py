@@ -1,12 +1,12 @@
-"""Chooses the KL partners of the completions of a shard, which is a key range.
+"""Chooses the KL completions of a shard, which is a key range.
 
-Partner k of a completion is the one `shift_k` further on, wrapping around. Completions of one
-prompt form a run of at most `longest`. A shift between `longest` and `size - longest` always leaves
-the run, and every shift is a permutation. The prompts' hashes cut a range into blocks: while the
-number of shards stays, an added row changes partners in its own block only. A partner's text must
-differ from the completion's, but may equal a sibling's. Completions whose shifted partner has their
-own text exchange partners. If no exchange is possible, a completion gets any partner that fits,
-which is then used more than once.
+A completion's k-th KL completion, its *partner* in this folder, is the one `shift_k` positions
+later, wrapping around. Completions of one prompt form a run of at most `longest`. A shift between
+`longest` and `size - longest` always leaves the run, and every shift is a permutation. The prompts'
+hashes cut a range into blocks: while the number of shards is the same, an added row changes
+partners in its own block only. A partner's text must differ from the completion's, but may equal a
+sibling's. Completions whose shifted partner has their own text exchange partners. If no exchange is
+possible, a completion gets any partner that fits, which is then used more than once.
 
 The pool holds the range's completions, then those of borrowed ranges if the range has few prompts
 or too few texts. If the range alone does not allow k shifts, the shift is along the whole pool.

@@ -1,7 +1,7 @@
-"""The rows of a shard, ready to be scored: each completion with its KL partners, cut to fit.
+"""The rows of a shard, ready to be scored: each completion with its KL completions, cut to fit.
 
-Partners come from the shard's own key range. A range with few prompts, or too few texts that fit,
-borrows the ranges after it, wrapping around. The borrowed ranges depend on the data alone.
+KL completions come from the shard's own key range. A range with few prompts, or too few texts that
+fit, borrows the ranges after it, wrapping around. The borrowed ranges depend on the data alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Read = Callable[[int, Counter[str]], Rows | None]
 class ShardRows:
     """The rows of one shard before they are scored."""
 
-    rows: Rows  # own completions first, then their KL partners, k by k
+    rows: Rows  # own completions first, then their KL completions, k by k
     first_key: str
     last_key: str
     rejected: tuple[Rejected, ...]
@@ -41,7 +41,7 @@ class ShardRows:
 def build_shard(
     read: Read, shard: int, shards: int, num_pairs: int, *, max_length: int, stops: frozenset[int]
 ) -> ShardRows:
-    """Reads the rows of a shard that is not empty, and gives each completion its KL partners."""
+    """Reads the rows of a shard that is not empty, and adds their KL completions."""
     notes = Counter[str]()
     own = read(shard, notes)
     assert own is not None, "a shard without rows is not built"
@@ -78,7 +78,7 @@ def build_shard(
 
 
 class _Pool:
-    """The possible partners: the shard's completions, then borrowed ones."""
+    """The possible KL completions: the shard's completions, then borrowed ones."""
 
     def __init__(self, own: Rows, read: Read, later: list[int], stops: frozenset[int]) -> None:
         self.own, self._read, self._later, self._stops = own, read, iter(later), stops

@@ -1,4 +1,4 @@
-"""Single rows of a cache: one that was scored, and those that could not be used."""
+"""Finds single rows of a cache: stored ones and rejected ones."""
 
 from __future__ import annotations
 
@@ -16,28 +16,31 @@ from ...schemas.row_table import Rows
 from ..storage.cache import Cache
 from ..storage.shards import iter_row_groups, open_shard, read_rows
 
-LEAST_DIGITS = 6  # of an id that is cut short
+LEAST_DIGITS = 6  # of an abbreviated id
 _ID = re.compile(rf"[0-9a-f]{{{LEAST_DIGITS},32}}(-[0-9]+)?")
 _PLACE = re.compile(r"(?:(?P<file>.+):)?(?P<row>[0-9]{1,18})")
 
 
-def find_row(cache: Cache, manifest: Manifest, wanted: str) -> Rows | str:
-    """The row FILE:ROW, ROW of an only file, or with this beginning of its id; if rejected, why."""
+def find_row(cache: Cache, manifest: Manifest, query: str) -> Rows | str:
+    """The row FILE:ROW, ROW of the only file, or with this start of its id.
+
+    A rejected row is returned as its reason.
+    """
     names = sorted({entry.name for entry in manifest.inputs})
-    named = _PLACE.fullmatch(wanted)
+    named = _PLACE.fullmatch(query)
     file = (named["file"] or (names[0] if len(names) == 1 else "")) if named else ""
     row = int(named["row"]) if named and file in names else None
-    if row is None and not _ID.fullmatch(wanted):
+    if row is None and not _ID.fullmatch(query):
         raise UsageError(
-            f"--row {wanted}: expected FILE:ROW (rows are counted from 0; the files are "
-            f"{', '.join(names)}), or the first {LEAST_DIGITS} digits of an id or more."
+            f"--row {query}: write FILE:ROW (rows count from 0; the files are "
+            f"{', '.join(names)}), or at least the first {LEAST_DIGITS} digits of an id."
         )
     identities = pa.array(f"{one.identity:016x}" for one in manifest.inputs if one.name == file)
     for shard in manifest.shards:
         path, first = cache.shard(shard), 0
         for group in iter_row_groups(path, ["row_id", "source"]):
             if row is None:
-                is_there = pc.starts_with(group["row_id"], wanted)
+                is_there = pc.starts_with(group["row_id"], query)
             else:
                 source = group["source"].combine_chunks()
                 is_file = pc.is_in(source.field("file"), value_set=identities)
@@ -51,13 +54,13 @@ def find_row(cache: Cache, manifest: Manifest, wanted: str) -> Rows | str:
         if row is not None and rejected.startswith(f"{file} row {row}: "):
             return rejected
     raise UsageError(
-        f"{cache} holds no row {wanted}, and rejected none of that name. `align inspect {cache}` "
-        "names its files."
+        f"{cache} has no row {query}, neither stored nor rejected. `align inspect {cache}` lists "
+        "its files."
     )
 
 
 def rejected_rows(cache: Cache, manifest: Manifest) -> list[str]:
-    """The rows that could not be used, and why, in the order of the data."""
+    """The rejected rows and their reasons, in the order of the data."""
     if manifest.rejected is None:
         return []
     with open_shard(cache.rejected) as file:
@@ -70,7 +73,7 @@ def rejected_rows(cache: Cache, manifest: Manifest) -> list[str]:
 def prompts_of(
     cache: Cache, manifest: Manifest, ids: Collection[str]
 ) -> dict[str, NDArray[np.int32]]:
-    """The prompts of some rows as token ids, by the ids of the rows; those that there are."""
+    """The prompts of these rows as token ids, by row id; unknown ids are left out."""
     found: dict[str, NDArray[np.int32]] = {}
     for shard in manifest.shards:
         if len(found) == len({*ids}):

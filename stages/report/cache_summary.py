@@ -1,4 +1,4 @@
-"""The summary of a finished cache: rows, lengths, truncation, balance, log-probs and drops."""
+"""The summary of a finished cache: rows, lengths, truncation, balance, log-probs, rejected rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUANTILES = {"min": 0.0, "p1": 0.01, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max":
 LOGPS = ("min", "p1", "p50", "p99", "max", "mean")
 COMPLETIONS = {"role": "role", "tokens": "num_tokens", "cut": "cut", "logp": "ref_logp"}
 COLUMNS = ("prompt_tokens", "prompt_cut", *COMPLETIONS.values())
-MOST_LISTED = 8  # input files
+MOST_LISTED = 8  # input files shown
 LEARNED = {  # by tokens.learn
     "assistant": "the assistant's turns",
     "last": "the assistant's last turn",
@@ -27,7 +27,7 @@ LEARNED = {  # by tokens.learn
 
 
 def summarize(folder: Cache) -> dict[str, Any]:
-    """The summary of a cache in numbers, as JSON has it; no token ids are read."""
+    """The summary of a cache as a JSON object; token ids are not read."""
     manifest = folder.manifest()
     rows, completions = _read_columns(folder, manifest)
     prompts = rows.select(
@@ -80,16 +80,16 @@ def summarize(folder: Cache) -> dict[str, Any]:
 
 
 def spread_of(column: pl.Series) -> dict[str, float]:
-    """Linearly interpolated quantiles and the mean; all are 0 without values."""
+    """Quantiles, linearly interpolated, and the mean; all 0 if there are no values."""
     found: dict[str, float] = column.to_frame("value").select(_spread(pl.col("value"))).item()
     return found
 
 
 def class_weights(counts: Mapping[str, int]) -> dict[str, float] | None:
-    """The weights of `auto` for so many completions of each role: wD nD = wU nU, the larger at 1.
+    """The weights of `auto` from the number of completions by role; None if a class is missing.
 
-    KTO trains chosen completions as desirable and rejected ones as undesirable. None if a class is
-    missing.
+    They satisfy wD nD = wU nU, and the smaller weight is 1. KTO trains chosen completions as
+    desirable and rejected ones as undesirable.
     """
     desirable = counts.get("desirable", 0) + counts.get("chosen", 0)
     undesirable = counts.get("undesirable", 0) + counts.get("rejected", 0)
@@ -105,7 +105,7 @@ def class_weights(counts: Mapping[str, int]) -> dict[str, float] | None:
 
 
 def _read_columns(folder: Cache, manifest: Manifest) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """The narrow columns of all rows and of all completions, in the order of the cache."""
+    """The columns of all rows and of all completions, without token ids, in the cache's order."""
     prompts = [pl.DataFrame(schema={name: pl.Int32() for name in COLUMNS[:2]})]
     completions = []
     for shard in manifest.shards:
@@ -131,7 +131,7 @@ def _spread(values: pl.Expr) -> pl.Expr:
 
 
 def _pairs(completions: pl.DataFrame, manifest: Manifest) -> dict[str, int | None] | None:
-    """How chosen and rejected compare within their rows; None if rows are not pairs."""
+    """Counts that compare the chosen and the rejected completion of pairs; None for other rows."""
     chosen, rejected = (
         completions.filter(pl.col("role") == int(role)) for role in (Role.CHOSEN, Role.REJECTED)
     )
@@ -153,7 +153,7 @@ def _pairs(completions: pl.DataFrame, manifest: Manifest) -> dict[str, int | Non
 
 
 def render(summary: Mapping[str, Any]) -> str:
-    """The summary as text, less than 90 columns wide unless a name is longer."""
+    """The summary as text; lines have at most 90 columns unless a name is longer."""
     prompts = summary["prompts"]
     roles = {  # in the order of `Role`, which JSON does not keep
         role.name.lower(): summary["roles"][role.name.lower()]
@@ -179,7 +179,7 @@ def render(summary: Mapping[str, Any]) -> str:
     learned = sum(one["learned"] for one in roles.values())
     if learned < summary["tokens"]:
         turns = LEARNED[summary["fingerprint"].get("tokens.learn", "assistant")]
-        rows.append(f"  {learned:,} of these tokens are learned, those of {turns}")
+        rows.append(f"  {learned:,} of these tokens are learned: {turns}")
 
     lengths = {
         "prompt": prompts["lengths"],
@@ -214,7 +214,7 @@ def render(summary: Mapping[str, Any]) -> str:
         ]
         if "mismatched" in roles:
             logps.append(
-                "  Mismatched completions answer another prompt: per token they are lower."
+                "  KL completions (mismatched) answer another prompt, so their log-probs are lower."
             )
 
     drops = [
@@ -248,7 +248,7 @@ def _cache_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ended = {"turns end with": stops.turn, "tool calls with": calls, "plain text with": stops.text}
     found = [
         ("name", f"{summary['name']}  (align {summary['align_version']})"),
-        ("root", summary["root"]),
+        ("id", summary["root"]),
         ("reference", f"{summary['model'] or 'unnamed'}{adapter}"),
         ("", f"{summary['reference_key'][:16]}  {', '.join(how)}"),
         *((name, stop.description) for name, stop in ended.items() if stop),
@@ -295,7 +295,7 @@ def _balance(summary: Mapping[str, Any]) -> list[str]:
 
 
 def weight_facts(weights: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The classes of KTO and the weights that balance them."""
+    """The number of completions in KTO's two classes, and the weights that balance them."""
     counts = f"{weights['num_desirable']:,} desirable, {weights['num_undesirable']:,} undesirable"
     auto = f"{weights['desirable_weight']:.4g} and {weights['undesirable_weight']:.4g}"
     return [("KTO classes", counts), ("auto weights", f"{auto}, so that wD nD = wU nU")]

@@ -16,13 +16,13 @@ Curves: TypeAlias = Mapping[str, Sequence[Point]]  # by metric, (step, value) ea
 
 WIDTH, HEIGHT = 520, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 36  # margins of the plot
-MAX_POINTS = 400  # of a drawn line
-MARKED = 30  # a line of so few points has each of them marked
-SMOOTHED = 60  # a noisy curve of so many lines is drawn with its moving mean
-NOISY = 4  # how often a noisy curve goes up and down its whole range
-LOG_FROM = 1000  # a largest value so many times the smallest: a linear axis shows no others
+MAX_POINTS = 400  # points of a drawn line; longer curves are thinned
+MARKED = 30  # a line with at most this many points has a mark on each
+SMOOTHED = 60  # a noisy curve with at least this many points gets a moving mean
+NOISY = 4  # a curve is noisy if its total variation is this many times its range
+LOG_FROM = 1000  # the axis is logarithmic if max / min is at least this
 BINS = 28
-LARGEST = 1e300  # differences of larger values are not finite
+LARGEST = 1e300  # larger values are left out, because their differences overflow
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Series:
     name: str
     points: Sequence[Point]
     color: str
-    form: Literal["line", "dots", "cloud", "ring"] = "line"  # dots: dashed; the rest: no line
+    form: Literal["line", "dots", "cloud", "ring"] = "line"  # dots: a dashed line with marks
 
 
 def chart(
@@ -43,7 +43,7 @@ def chart(
     y_label: str = "",
     may_be_log: bool = False,
 ) -> str:
-    """A figure of some series; empty if none has a point that can be drawn."""
+    """A figure with these series; empty if none has a finite point."""
     drawable = {
         number: [point for point in one.points if all(abs(value) < LARGEST for value in point)]
         for number, one in enumerate(series)
@@ -53,7 +53,7 @@ def chart(
         return ""
     steps, values = zip(*every, strict=True)
     x, y = _x_axis(steps), _y_axis(values, may_be_log=may_be_log)
-    keys = dict[str, str]()  # the form of each name in the legend
+    keys = dict[str, str]()  # name in the legend -> CSS classes
     shapes = list[str]()
     windows = set[int]()
     for number, points in drawable.items():
@@ -84,7 +84,7 @@ def chart(
 def histogram(
     title: str, groups: Sequence[tuple[str, Sequence[float], str]], *, x_label: str
 ) -> str:
-    """A figure of the values of each (name, values, color), outlined in common bins."""
+    """A figure with an outline per (name, values, color), all with the same bins."""
     kept = [
         (name, color, [value for value in values if abs(value) < LARGEST])
         for name, values, color in groups
@@ -108,7 +108,7 @@ def histogram(
 
 
 def plain(value: float) -> str:
-    """A number in a short readable form."""
+    """A number in a short form."""
     if value == 0:
         return "0"
     if abs(value) >= 1e6 or abs(value) < 1e-3:
@@ -119,14 +119,14 @@ def plain(value: float) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """Places the values of one axis; its low end is at the pixel `start`."""
+    """Maps the values of one axis to pixels; `low` is at the pixel `start`."""
 
     low: float
     high: float
     start: float
     end: float
     is_log: bool = False
-    is_whole: bool = False  # of steps: there is no tick between two of them
+    is_whole: bool = False  # whether ticks are whole numbers, as for steps
 
     def __call__(self, value: float) -> float:
         """The pixel of a value."""
@@ -134,7 +134,7 @@ class Axis:
         return self.start + (self.end - self.start) * (at - low) / (high - low)
 
     def height(self, value: float) -> float:
-        """The number whose differences are lengths on this axis."""
+        """The value, or its logarithm on a log axis."""
         return math.log10(value) if self.is_log else value
 
     def ticks(self) -> list[tuple[float, str]]:
@@ -169,7 +169,7 @@ def _x_axis(values: Sequence[float]) -> Axis:
 
 
 def _y_axis(values: Sequence[float], *, may_be_log: bool) -> Axis:
-    """Logarithmic where it may be and a linear one would hide the rest."""
+    """The vertical axis; logarithmic if allowed and the values span several powers of ten."""
     low, high = min(values), max(values)
     is_log = may_be_log and low > 0 and high / low >= LOG_FROM
     margin = (high / low) ** 0.05 if is_log else 1
@@ -187,12 +187,12 @@ def _widened(low: float, high: float) -> tuple[float, float]:
 
 
 def _smoothed(points: Sequence[Point], y: Axis) -> tuple[Sequence[Point], int]:
-    """The centered mean over a twentieth of the lines, and over how many; 0 of a smooth curve."""
+    """The centered moving mean of a noisy curve and its window; a smooth curve has window 0."""
     heights = np.array([y.height(value) for _, value in points])
     if len(points) < SMOOTHED or np.abs(np.diff(heights)).sum() <= NOISY * np.ptp(heights):
         return points, 0
     window = max(5, len(points) // 20 | 1)
-    # Not by a running sum: a single huge value would leave all others without their digits.
+    # A convolution, because a running sum would lose all digits after a single huge value.
     ones = np.ones(window)
     means = np.convolve(heights, ones, "same") / np.convolve(np.ones(len(heights)), ones, "same")
     values = 10.0**means if y.is_log else means
@@ -200,7 +200,7 @@ def _smoothed(points: Sequence[Point], y: Axis) -> tuple[Sequence[Point], int]:
 
 
 def _thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """A limited number of the points, with the highest and the lowest of each interval."""
+    """At most MAX_POINTS points: the highest and the lowest of each interval."""
     if len(points) <= MAX_POINTS:
         return points
     size, kept = math.ceil(2 * len(points) / MAX_POINTS), list[Point]()
@@ -219,7 +219,7 @@ def _polyline(kind: str, points: Sequence[Point], x: Axis, y: Axis) -> str:
 
 
 def _axes(x: Axis, y: Axis, x_label: str, y_label: str) -> str:
-    """Grid lines, tick labels of both axes, and what they count."""
+    """The grid lines, tick labels and axis labels."""
     bottom, parts = HEIGHT - BOTTOM, []
     for tick, label in y.ticks():
         at, kind = f"{y(tick):.1f}", "zero" if tick == 0 else "rule"

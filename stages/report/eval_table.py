@@ -1,10 +1,10 @@
-"""What a run writes of held-out completions: `evaluations/step-<n>.csv` and `answers.jsonl`.
+"""The files on held-out completions: `evaluations/step-<n>.csv` and `answers.jsonl`.
 
-A table has a line for each completion: row counts the rows as the method reads them, row_id names
-the stored row, and rows of one prompt have the same prompt_key. log_ratio is
-log(policy / reference), and reward is what the loss compares. A reward model has a score instead of
-log-probs. Where a method adds tokens to the prompt that the reference never saw, there is no
-log-ratio.
+A table has one line per completion. `row` is the number of the row as the method reads it, and
+`row_id` the id of the stored row; rows of one prompt share a `prompt_key`. `log_ratio` is
+log(policy / reference), and `reward` the value that the loss compares. A reward model has a score
+instead of log-probs. There is no log-ratio if the method adds tokens to the prompt that the
+reference never saw.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from ...schemas.batches import EvalSample
 from ...schemas.errors import CorruptionError
 from ..storage.disk import fs
 
-Decode = Callable[[Iterable[int], bool], str]  # ids, and whether they continue a prompt
+Decode = Callable[[Iterable[int], bool], str]  # token ids, and whether they continue a prompt
 Kind = Literal["log-ratios", "log-probs", "scores"]
 
 NAMES = ("row", "row_id", "prompt_key", "role", "tokens")
 TEXTS = ("prompt", "completion")
 REWARD = "reward"
 GOOD, BAD = ("chosen", "desirable"), ("rejected", "undesirable")
-# The columns of each kind; the report shows the last of them.
+# The columns of each kind; the report's charts show the last one.
 COLUMNS: dict[Kind, tuple[str, ...]] = {
     "scores": ("policy_score",),
     "log-ratios": ("logp", "reference_logp", "log_ratio"),
     "log-probs": ("logp",),
 }
-ANSWERS = pl.Schema(  # the likeliest answer of the policy as it began, and as it was trained
+ANSWERS = pl.Schema(  # greedy answers of the policy, before and after training
     {
         **dict.fromkeys(("row_id", "prompt", "before", "after"), pl.String()),
-        **dict.fromkeys(("before_ended", "after_ended"), pl.Boolean()),  # false: it was cut
+        **dict.fromkeys(("before_ended", "after_ended"), pl.Boolean()),  # false: truncated
     }
 )
 
 
 def evaluation_csv(samples: Sequence[EvalSample], kind: Kind, *, decode: Decode | None) -> str:
-    """The CSV file as text; with `decode` also with the text of prompts and completions."""
+    """The table as CSV; with `decode` it has the text of prompts and completions."""
     logps = pl.Series([one.logp for one in samples], dtype=pl.Float64)
     references = pl.Series([one.reference_logp for one in samples], dtype=pl.Float64)
     known = {"logp": logps, "reference_logp": references, "log_ratio": logps - references}
@@ -55,7 +55,7 @@ def evaluation_csv(samples: Sequence[EvalSample], kind: Kind, *, decode: Decode 
     }
     if any(one.reward is not None for one in samples):
         columns[REWARD] = pl.Series([one.reward for one in samples], dtype=pl.Float64)
-    if decode:  # then the evaluation has kept the ids
+    if decode:  # train.eval_text is set, so the samples have token ids
         prompts = [one.prompt for one in samples if one.prompt is not None]
         completions = [one.completion for one in samples if one.completion is not None]
         columns["prompt"] = [decode(ids, False) for ids in prompts]
@@ -83,7 +83,7 @@ def read_samples(path: Path) -> pl.DataFrame:
 
 
 def kind_of(columns: Collection[str]) -> Kind | None:
-    """The kind of a table with these columns; None if it is no such table."""
+    """The kind of a table with these columns; None if a column is missing."""
     for kind, names in COLUMNS.items():
         if {*NAMES, *names} <= {*columns}:
             return kind
@@ -91,7 +91,7 @@ def kind_of(columns: Collection[str]) -> Kind | None:
 
 
 def read_answers(path: Path) -> pl.DataFrame:
-    """The answers in a file of `align report --answers`; none if there is no file."""
+    """The answers that `align report --answers` wrote; empty if there is no file."""
     if not path.exists():
         return pl.DataFrame(schema=ANSWERS)
     try:
@@ -105,5 +105,6 @@ def read_answers(path: Path) -> pl.DataFrame:
 
 def _damaged(path: Path, why: str) -> CorruptionError:
     return CorruptionError(
-        f"{path} is damaged ({why.partition(chr(10))[0]}). Remove it: the report does without."
+        f"{path} is damaged ({why.partition(chr(10))[0]}). Remove it: the report is written "
+        "without it."
     )

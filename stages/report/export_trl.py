@@ -1,8 +1,7 @@
-"""A cache as one flat table, its columns named as TRL's trainers name them.
+"""Exports a cache as one table with the column names of TRL's trainers.
 
-Each `..._ids` column comes with the text it decodes to: text can be tokenized differently
-elsewhere, ids cannot. The second and later mismatches of a completion get a number after their
-name.
+Each `..._ids` column is accompanied by its decoded text. The ids are exact; another tokenizer may
+split the text differently. The second and later KL completions get a number after their name.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ OF_COMPLETIONS = ("completion_ids", "role", "score", "cut", "ref_logp")
 
 @dataclass(frozen=True)
 class Layout:
-    """The columns of a cache's shards, and the order of the completions in each row."""
+    """The layout of a cache's rows."""
 
     paths: list[Path]  # of shards
     kind: StoredKind
-    num_partners: int  # mismatched completions of each own one
-    carried: list[str]  # columns that the data bring
+    num_partners: int  # KL completions per completion
+    carried: list[str]  # other columns of the data
 
 
 def export_trl(folder: Cache, target: Path, *, decode: Decode, overwrite: bool = False) -> int:
-    """Writes `target` atomically; returns the number of rows."""
-    fs.drop_drafts(target)  # also one whose writer was killed once the file had its name
+    """Writes the table to `target`, atomically; returns the number of rows."""
+    fs.drop_drafts(target)  # first, because a killed run may have left one
     if not target.parent.is_dir():
         raise UsageError(f"{target.parent} is not a folder. Make it, or choose another --output.")
     if target.is_dir():
@@ -57,7 +56,7 @@ def export_trl(folder: Cache, target: Path, *, decode: Decode, overwrite: bool =
             for group in iter_row_groups(folder.shard(shard)):
                 rows = pl.DataFrame(pl.from_arrow(group))
                 table = _flat(rows.lazy(), layout, decode).collect().to_arrow()
-                # Ordinary lists and strings instead of polars' large ones: all readers know them.
+                # Some readers do not support polars' large lists and strings.
                 fields = [(field.name, _ordinary(field.type)) for field in table.schema]
                 table = table.cast(pa.schema(fields))
                 if writer is None:
@@ -69,7 +68,7 @@ def export_trl(folder: Cache, target: Path, *, decode: Decode, overwrite: bool =
 
 
 def scan_trl(folder: Cache, decode: Decode | None = None) -> pl.LazyFrame:
-    """The same columns as a query over the shards; with text if `decode` is given."""
+    """The table as a lazy query over the shards; with text if `decode` is given."""
     layout = _layout_of(folder)
     shards = pl.scan_parquet(layout.paths, glob=False, hive_partitioning=False)
     return _flat(shards, layout, decode)
@@ -79,25 +78,26 @@ def _layout_of(folder: Cache) -> Layout:
     manifest = folder.manifest()
     if not manifest.is_scored:
         raise UsageError(
-            f"{folder.root} is not scored (cache.scored is false): it has no log-probs to export."
+            f"{folder.root} is not scored (cache.scored is false), so it has no log-probs to "
+            "export. Score it with `align precompute-ref`."
         )
     if not manifest.rows:
-        raise UsageError(f"{folder.root} holds no rows, so there is nothing to export.")
+        raise UsageError(f"{folder.root} has no rows to export.")
     paths = [folder.shard(shard) for shard in manifest.shards]
     for path, shard in zip(paths, manifest.shards, strict=True):
         if not path.is_file() or path.stat().st_size != shard.bytes:
             raise CorruptionError(
-                f"{path} is not there as the manifest has it. Restore it from a copy, or make the "
-                "cache again."
+                f"{path} is missing or has another size than in the manifest. Restore it from a "
+                "copy, or make the cache again."
             )
         with open_shard(path) as file:
             if TURNS in file.schema_arrow.names:
                 raise UsageError(
-                    f"{folder.root} has completions of several messages, and its log-probs are of "
-                    "the assistant's turns alone. TRL's trainers sum over every token. Export a "
-                    "cache made with --set tokens.learn=all."
+                    f"{folder.root} has completions of several messages, and its log-probs cover "
+                    "only the assistant's turns, while TRL's trainers sum over all tokens. Export "
+                    "a cache that was made with --set tokens.learn=all."
                 )
-    # All rows of a cache are of one kind, with as many partners each.
+    # All rows of a cache have the same kind and the same number of KL completions.
     first = next(iter_row_groups(paths[0]))
     roles = pl.Series(pl.from_arrow(first.column("role")))
     offsets = offsets_of(roles.list.len().to_numpy())
@@ -107,7 +107,7 @@ def _layout_of(folder: Cache) -> Layout:
 
 
 def _flat(shards: pl.LazyFrame, layout: Layout, decode: Decode | None) -> pl.LazyFrame:
-    """The rows with the other trainer's columns; each labelled completion becomes a row."""
+    """The rows with TRL's columns; each labelled completion becomes a row of its own."""
     columns = {name: pl.col(name) for name in (*OF_ROWS, *layout.carried)}
     num_own = pl.col("role").list.len() // (layout.num_partners + 1)
     levels = [
@@ -146,7 +146,7 @@ def _flat(shards: pl.LazyFrame, layout: Layout, decode: Decode | None) -> pl.Laz
 
 
 def _with_text(name: str, kind: StoredKind, decode: Decode) -> Iterator[pl.Expr]:
-    """A column, with its text before it if it holds ids."""
+    """A column, preceded by its decoded text if it has token ids."""
     if "_ids" in name:
         is_group = kind == StoredKind.SCORED and name != "prompt_ids"
         text = name.replace("completion_ids", "completions") if is_group else name

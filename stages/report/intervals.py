@@ -1,4 +1,4 @@
-"""How far a figure may be off by chance: bootstrap intervals, and McNemar's exact test."""
+"""Statistical uncertainty: bootstrap intervals, and McNemar's exact test."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-DRAWS = 2000
-MOST_DRAWN = 1 << 18  # units at once
+DRAWS = 2000  # bootstrap samples
+MOST_DRAWN = 1 << 18  # units drawn at once, to limit memory
 TAILS = (0.025, 0.975)
 
 
 def interval_of_rate(
     sums: NDArray[Any], counts: NDArray[Any], *, seed: int = 0
 ) -> tuple[float, float]:
-    """The 95 % bootstrap interval of all sums over all counts.
+    """The 95 % bootstrap interval of the total of `sums` divided by the total of `counts`.
 
-    Each entry is a unit that is drawn whole, with replacement: a prompt with all its rows.
+    Each entry is one unit of the bootstrap: a prompt, drawn with all its rows.
     """
     random, units = np.random.default_rng(seed), len(sums)
     at_once = max(1, MOST_DRAWN // units)
@@ -38,10 +38,11 @@ def interval_of_mean(
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """The probability that chance alone divides so many flips at least so unevenly."""
+    """The two-sided p-value of McNemar's exact test, from the rows that flip in each direction."""
     flips, fewer = only_first + only_second, min(only_first, only_second)
-    ways, of_k = 0, 1  # whole numbers: of_k is the binomial coefficient of k
+    # In integers, because the binomial coefficients of many flips overflow a float.
+    total, coefficient = 0, 1
     for k in range(fewer + 1):
-        ways += of_k
-        of_k = of_k * (flips - k) // (k + 1)
-    return min(1.0, 2 * ways / (1 << flips))
+        total += coefficient
+        coefficient = coefficient * (flips - k) // (k + 1)
+    return min(1.0, 2 * total / (1 << flips))

@@ -1,4 +1,4 @@
-"""The README of a trained model: front matter for model hubs, a description, and tables."""
+"""The model card (README.md) of a trained model: front matter, a description, and tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...schemas.safe_text import safe
 def model_card(
     front: Mapping[str, Any], text: Sequence[str], tables: Mapping[str, Mapping[str, str]]
 ) -> str:
-    """Markdown with the front matter that model hubs read; a value in JSON is one in YAML too."""
+    """The card in Markdown; front matter values are JSON, which is valid YAML."""
     matter = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in front.items()]
     lines = ["---", *matter, "---", *text]
     for title, rows in tables.items():
@@ -27,5 +27,5 @@ def _cell(text: str) -> str:
 
 
 def inline(text: str) -> str:
-    """Text of settings and data on one line, without secrets and marks of code."""
+    """The text as one line, without secrets and backticks."""
     return " ".join(safe(text).replace("`", "").split("\n"))

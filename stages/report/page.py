@@ -1,4 +1,4 @@
-"""The one page of this program, without scripts and with nothing loaded from elsewhere."""
+"""The HTML page of reports and sweeps: one file, without scripts and without external resources."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Section:
-    """A titled part of a page; one without content is left out."""
+    """A titled section of a page; an empty section is left out."""
 
     title: str
     note: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
     table: Sequence[Sequence[str]] = ()  # its first row is the head
-    links: Mapping[str, str] = field(default_factory=dict)  # of names in the first column
-    figures: str = ""  # HTML, as `charts` makes it
-    texts: Sequence[Mapping[str, str]] = ()  # by headings; each mapping is a card
+    links: Mapping[str, str] = field(default_factory=dict)  # name in the first column -> URL
+    figures: str = ""  # HTML of `charts`
+    texts: Sequence[Mapping[str, str]] = ()  # heading -> text; each mapping is a card
     is_folded: bool = False
 
     @property
     def has_content(self) -> bool:
-        """Whether there is anything to show."""
+        """Whether the section has anything to show."""
         return bool(self.facts or self.table or self.figures or self.texts)
 
 
@@ -42,7 +42,7 @@ def render_page(
     alert: Sequence[str] = (),
     facts: Mapping[str, str] | None = None,
 ) -> str:
-    """The page, its text escaped and without secrets; `alert` says what is wrong."""
+    """The page as HTML, its text escaped and secrets masked; `alert` describes problems."""
     environment = Environment(
         loader=FileSystemLoader(FOLDER),
         autoescape=True,

@@ -1,11 +1,11 @@
-"""The charts of a run: its metrics by step, and its held-out completions one by one."""
+"""The charts of a run: its metrics by step, and the values of its held-out completions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..storage.run.checkpoints import best_first, wanted
+from ..storage.run.checkpoints import best_first, best_metric
 from .charts import BINS, Curves, Series, chart, histogram, plain
 from .eval_table import BAD, COLUMNS, GOOD, REWARD, kind_of
 
@@ -17,7 +17,7 @@ LEARNING = {
     "Accuracy": ("rewards/accuracies", "rewards/ties"),
     "Rewards": ("rewards/chosen", "rewards/rejected"),
     "Margin": ("rewards/margins",),
-    "KL, mean of mismatched log-ratios": ("kl/raw", "kl/clamped"),
+    "KL, mean log-ratio of KL completions": ("kl/raw", "kl/clamped"),
     "Log-probs": ("logps/chosen", "logps/rejected"),
     "Gradient norm, before clipping": ("grad_norm",),
     "Learning rate": ("lr",),
@@ -29,11 +29,11 @@ SPEED = {
     "Padding, share of tokens": ("padding",),
 }
 LEFT_OUT = {"epoch", "tokens", "speed/rows_per_second", "step_applied"}
-LINEAR = {"lr", "padding", "rewards/accuracies", "rewards/ties"}  # their zero matters
+LINEAR = {"lr", "padding", "rewards/accuracies", "rewards/ties"}  # never on a log axis
 
 
 def further(learned: Curves, held_out: Curves) -> dict[str, Sequence[str]]:
-    """The charts of speed, memory, and a method's other metrics, by their titles."""
+    """The charts of speed, memory and a method's other metrics, by title."""
     known = {name for names in (*LEARNING.values(), *SPEED.values()) for name in names}
     others = sorted({*learned, *held_out} - known - LEFT_OUT)
     return {**SPEED, **{name: (name,) for name in others}}
@@ -42,9 +42,9 @@ def further(learned: Curves, held_out: Curves) -> dict[str, Sequence[str]]:
 def curves_of(
     charts: Mapping[str, Sequence[str]], learned: Curves, held_out: Curves, best: str
 ) -> str:
-    """The charts with these titles and metrics, training steps beside held-out rows.
+    """The charts with these titles and metrics, each for training steps and held-out rows.
 
-    A ring marks the best evaluation by the metric `best`, which is named as in train.best.
+    A ring marks the best evaluation by `best`, a metric as in train.best.
     """
     figures = []
     for title, metrics in charts.items():
@@ -56,7 +56,8 @@ def curves_of(
             series.append(Series(short or "train", learned.get(name, ()), f"c{index}"))
             series.append(Series(of_rows, held_out.get(name, ()), f"c{index}", form="dots"))
             values = {int(step): value for step, value in held_out.get(name, ())}
-            if wanted(best).metric == f"eval/{name}" and len(values) > 2:  # one is the beginning
+            # With two values, one of them is from before training.
+            if best_metric(best).metric == f"eval/{name}" and len(values) > 2:
                 step = best_first(values, best)[0]
                 mark = f"best: {plain(values[step])} at step {step:,}"
                 series.append(Series(mark, [(step, values[step])], f"c{index}", form="ring"))
@@ -66,11 +67,11 @@ def curves_of(
 
 
 def completion_charts(tables: Mapping[int, pl.DataFrame]) -> str:
-    """The values of single completions in the last evaluation; margins also in the first."""
+    """The values of each completion in the last evaluation; margins also in the first."""
     last_step, first_step = max(tables), min(tables)
     last = tables[last_step]
     kind = kind_of(last.columns)
-    assert kind, "read_samples gives no other table"
+    assert kind, "read_samples refuses other tables"
     value, unit = COLUMNS[kind][-1], "score" if kind == "scores" else "nats"
     finite = last.filter(last[value].is_finite())
     by_role = {
@@ -85,11 +86,11 @@ def completion_charts(tables: Mapping[int, pl.DataFrame]) -> str:
     margins = [(f"after step {last_step:,}", margins_of(last), "c2")]
     if first_step != last_step and margins[0][1]:
         first = margins_of(tables[first_step])
-        # Margins in one bin, as before the first step, would hide all others.
+        # Margins that are all in one bin, as before training, would hide the others.
         if first and max(first) - min(first) > (max(margins[0][1]) - min(margins[0][1])) / BINS:
             margins.insert(0, (f"after step {first_step:,}", first, "c3"))
     left_out = len(last) - len(finite)
-    without = f", without {left_out:,} not finite" if left_out else ""
+    without = f", without {left_out:,} that are not finite" if left_out else ""
     figures = (
         histogram(f"{kind.capitalize()} of completions{without}", values, x_label=unit),
         histogram("Margins of rewards within a row", margins, x_label="reward"),
@@ -99,7 +100,7 @@ def completion_charts(tables: Mapping[int, pl.DataFrame]) -> str:
 
 
 def margins_of(samples: pl.DataFrame) -> list[float]:
-    """The mean reward of good minus bad completions, for each row that has both."""
+    """Each row's mean reward of its good minus its bad completions, for rows with both."""
     if REWARD not in samples.columns:
         return []
     finite = samples.filter(samples[REWARD].is_finite())

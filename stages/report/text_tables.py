@@ -1,4 +1,4 @@
-"""Tables and facts as plain text, for a terminal or a log."""
+"""Tables and lists as plain text, for a terminal or a log."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NOTES = {  # counted in stage 1
 
 
 def heading(title: str) -> str:
-    """A title on a rule of the page's width."""
+    """A title on a line of the full width."""
     return f"── {title} ".ljust(WIDTH, "─")
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table of any width: names left-aligned, numbers right-aligned."""
+    """The lines of a table: the first column left-aligned, the others right-aligned."""
     table = [[printable(cell) for cell in row] for row in (head, *rows)]
     columns = range(len(head))
     widths = [max(8 if at else 12, *(_width(row[at]) for row in table)) for at in columns]
@@ -34,7 +34,7 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def facts(pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """The lines of names and values."""
+    """The lines of a list of names and values."""
     width = max(12, *(len(name) for name, _ in pairs))
     return [f"  {name.ljust(width)}  {printable(value)}".rstrip() for name, value in pairs]
 
@@ -46,7 +46,7 @@ def spreads(
     *,
     decimals: int,
 ) -> list[str]:
-    """The lines of a table of spreads."""
+    """The lines of a table with the quantiles of several distributions."""
     lines = [
         (label, *(f"{spread[name]:,.{decimals}f}" for name in names)) for label, spread in found
     ]
@@ -54,13 +54,13 @@ def spreads(
 
 
 def worded(note: str) -> str:
-    """The name of a note in words; a column name at its end is unchanged."""
+    """The name of a note as text; a column name at its end is unchanged."""
     name, quote, column = note.partition("'")
     return NOTES.get(note) or name.replace("_", " ") + quote + column
 
 
 def share(part: float, whole: float) -> str:
-    """A part of a whole in percent, never rounded to 0 or 100."""
+    """A share in percent; a small share is never shown as 0 %, nor a large one as 100 %."""
     if not whole:
         return "-"
     percent = 100 * part / whole
@@ -70,7 +70,7 @@ def share(part: float, whole: float) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """A number of bytes in readable units."""
+    """A number of bytes with its unit."""
     amount = float(num_bytes)
     for unit in ("B", "kB", "MB", "GB"):
         if amount < 1000:
@@ -80,7 +80,7 @@ def size(num_bytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A length of time in hours and minutes, or in seconds if it is shorter than one."""
+    """A duration in hours and minutes, or in seconds if it is under a minute."""
     minutes = round(seconds / 60)
     if minutes < 1:
         return f"{seconds:.0f} s"
@@ -93,7 +93,7 @@ def printable(text: str) -> str:
 
 
 def _width(text: str) -> int:
-    """The columns of a terminal that a text takes."""
+    """The width of a text on a terminal, in columns."""
     if text.isascii():
         return len(text)
     wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)

@@ -1,8 +1,9 @@
-"""Two runs on the same held-out rows: which rows flip, and whether chance explains it.
+"""Compares two runs on the same held-out rows: which rows flip, and whether it is significant.
 
-A row is right if the measure of its chosen or desirable side is above that of the other; a row with
-one side only, if that is above or below 0 as its label says. The measure is the reward that the
-loss compares where both runs have the same one, else the log-ratio or the log-prob.
+A row is correct if its good completions (chosen, desirable) have a higher value than its bad ones.
+A row with one label only is correct if the value is above 0 for a good label and below 0 for a bad
+one. The value is the reward that the loss compares if both runs have the same one, else the
+log-ratio or the log-prob.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from .eval_table import BAD, COLUMNS, GOOD, REWARD
 from .intervals import interval_of_mean, mcnemar
 
 ALPHA = 0.05
-BOTH_SIDES = 4  # of a row: 1 for a bad side, and 3 for a good one
+HAS_BOTH = 4  # `sides` of a row with good (3) and bad (1) completions
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean over the rows of each run, and the 95 % interval of what the second gains."""
+    """The mean of each run over the rows, and the 95 % interval of second minus first."""
 
     name: str
     rows: int
@@ -37,47 +38,47 @@ class Difference:
 
 @dataclass(frozen=True)
 class TwoRuns:
-    """The results of two runs on the rows that both have."""
+    """The results of two runs on their common rows."""
 
     accuracy: Difference
-    gap: Difference | None  # of log-ratios or log-probs; None: both are reward models
-    gained: tuple[str, ...]  # ids of the rows that only the second has right
+    margin: Difference | None  # of log-ratios or log-probs; None for reward models
+    gained: tuple[str, ...]  # ids of the rows that are correct only in the second run
     lost: tuple[str, ...]
-    prompts_gained: int  # prompts of which the second has more rows right; each counts once
+    prompts_gained: int  # prompts with more correct rows in the second run; each counts once
     prompts_lost: int
-    in_both: int  # rows that both have right
-    left_out: int  # rows that one of them lacks, or has no finite number for
-    p_value: float  # that chance alone divides these prompts as unevenly
+    correct_in_both: int  # rows
+    left_out: int  # rows that one run lacks or has no finite value for
+    p_value: float  # of McNemar's test on the gained and lost prompts
 
 
 def unit_of(tables: Sequence[pl.DataFrame]) -> str:
-    """The column in nats that all tables have; empty if there is none."""
+    """The column in nats that all tables share; empty if there is none."""
     shared = set.intersection(*({*table.columns} for table in tables))
     return next((name for name in ("log_ratio", "logp") if name in shared), "")
 
 
 def measure_of(tables: Sequence[pl.DataFrame], formulas: Collection[str]) -> str:
-    """The column by which rows are right or wrong in all tables."""
+    """The column that decides in all tables whether a row is correct."""
     shared = set.intersection(*({*table.columns} for table in tables))
     is_same = len({*formulas}) == 1 and REWARD in shared
     found = REWARD if is_same else unit_of(tables) or COLUMNS["scores"][-1]
     if found not in shared:
         raise UsageError(
-            "The scores of a reward model and the log-probs of a policy have no measure in common. "
-            "Compare runs of one kind."
+            "A reward model's scores cannot be compared with a policy's log-probs. Compare two "
+            "reward models or two policies."
         )
     return found
 
 
 def compare(first: pl.DataFrame, second: pl.DataFrame, measure: str = REWARD) -> TwoRuns:
-    """Compares two tables of single held-out completions, row by row."""
+    """Compares two tables of held-out completions row by row."""
     unit = unit_of((first, second))
-    sides = [row_gaps(table, measure, unit or measure) for table in (first, second)]
-    both = sides[0].join(sides[1], on=["row_id", "sides"], suffix="_second").sort("row_id")
+    margins = [margins_by_row(table, measure, unit or measure) for table in (first, second)]
+    both = margins[0].join(margins[1], on=["row_id", "sides"], suffix="_second").sort("row_id")
     if both.is_empty():
         raise UsageError(
-            "The two runs have no held-out row in common. Give both the same train.eval_cache, or "
-            "the same cache, train.eval_fraction and train.seed."
+            "The two runs have no common held-out rows. Train both with the same train.eval_cache, "
+            "or with the same cache, train.eval_fraction and train.seed."
         )
     prompts, ids = both["prompt_key"].to_numpy(), both["row_id"].to_numpy()
 
@@ -85,58 +86,62 @@ def compare(first: pl.DataFrame, second: pl.DataFrame, measure: str = REWARD) ->
         low, high = interval_of_mean(other - one, prompts)
         return Difference(name, len(one), float(one.mean()), float(other.mean()), low, high)
 
-    right = [_is_right(both[name].to_numpy()) for name in ("value", "value_second")]
-    gaps = [both[name].to_numpy() for name in ("gap", "gap_second")]
-    flips = right[1] - right[0]
-    # Rows of one prompt flip together, so each prompt counts once, for the side that has more.
+    correct = [_is_correct(both[name].to_numpy()) for name in ("value", "value_second")]
+    in_nats = [both[name].to_numpy() for name in ("margin", "margin_second")]
+    flips = correct[1] - correct[0]
+    # Rows of one prompt flip together, so each prompt counts once, for the run with more of them.
     _, prompt = np.unique(prompts, return_inverse=True)
     balance = np.bincount(prompt, (flips == 1).astype(float) - (flips == -1))
     prompts_gained, prompts_lost = int((balance > 0).sum()), int((balance < 0).sum())
     return TwoRuns(
-        accuracy=difference("accuracy", *right),
-        gap=difference(unit, *gaps) if unit else None,
+        accuracy=difference("accuracy", *correct),
+        margin=difference(unit, *in_nats) if unit else None,
         gained=tuple(ids[flips == 1].tolist()),
         lost=tuple(ids[flips == -1].tolist()),
         prompts_gained=prompts_gained,
         prompts_lost=prompts_lost,
-        in_both=int(((right[0] == 1) & (right[1] == 1)).sum()),
+        correct_in_both=int(((correct[0] == 1) & (correct[1] == 1)).sum()),
         left_out=len({*first["row_id"], *second["row_id"]}) - len(both),
         p_value=mcnemar(prompts_lost, prompts_gained),
     )
 
 
-def right_rows(samples: pl.DataFrame, measure: str) -> NDArray[np.float64]:
-    """1 for each row of a table that is right, 0 for one that is wrong, and 0.5 for a tie."""
-    return _is_right(row_gaps(samples, measure, measure)["value"].to_numpy())
+def correct_rows(samples: pl.DataFrame, measure: str) -> NDArray[np.float64]:
+    """1 for each correct row of a table, 0 for an incorrect one, and 0.5 for a tie."""
+    return _is_correct(margins_by_row(samples, measure, measure)["value"].to_numpy())
 
 
-def row_gaps(samples: pl.DataFrame, measure: str, unit: str) -> pl.DataFrame:
-    """Each row's mean of the good side less that of the bad: `value` in the measure, `gap` in nats.
+def margins_by_row(samples: pl.DataFrame, measure: str, unit: str) -> pl.DataFrame:
+    """Per row, the mean of its good minus that of its bad completions: `value` and `margin`.
 
-    `sides` says which sides the row has.
+    `value` is in the measure and `margin` in the unit, which is nats. `sides` is 3 if the row has
+    good completions, plus 1 if it has bad ones.
     """
     if others := {*samples["role"]} - {*GOOD, *BAD}:
         raise UsageError(
-            f"Completions with the role {min(others)} are neither good nor bad, so no row is right "
-            "or wrong. Compare runs on pairs or on labelled rows."
+            f"Completions with the role {min(others)} are neither good nor bad, so they have no "
+            "accuracy. Compare runs on pairs or on labelled rows."
         )
     means = samples.group_by("row_id", pl.col("role").is_in(GOOD).alias("is_good")).agg(
         pl.col("prompt_key").first(),
         pl.col(measure).mean().alias("value"),
-        pl.col(unit).mean().alias("gap"),
+        pl.col(unit).mean().alias("margin"),
     )
     sign = pl.when("is_good").then(1.0).otherwise(-1.0)
     rows = means.group_by("row_id").agg(
         pl.col("prompt_key").first(),
         (pl.col("is_good").sum() * 2 + pl.len()).alias("sides"),
-        (pl.col("value", "gap") * sign).sum(),
+        (pl.col("value", "margin") * sign).sum(),
     )
-    if measure == "logp":  # which is below 0 whatever the label is
-        rows = rows.filter(pl.col("sides") == BOTH_SIDES)
+    if measure == "logp":  # a log-prob is always below 0, so one label alone decides nothing
+        rows = rows.filter(pl.col("sides") == HAS_BOTH)
         if rows.is_empty():
-            raise UsageError("Without a reference a row needs a good and a bad side to be right.")
-    return rows.filter(pl.col("value").is_finite() & pl.col("gap").is_finite())
+            raise UsageError(
+                "Without reference log-probs, accuracy needs rows with a good and a bad "
+                "completion. Compare runs on pairs."
+            )
+    return rows.filter(pl.col("value").is_finite() & pl.col("margin").is_finite())
 
 
-def _is_right(gaps: NDArray[Any]) -> NDArray[np.float64]:
-    return np.where(gaps > 0, 1.0, np.where(gaps < 0, 0.0, 0.5))
+def _is_correct(margins: NDArray[Any]) -> NDArray[np.float64]:
+    return np.where(margins > 0, 1.0, np.where(margins < 0, 0.0, 0.5))

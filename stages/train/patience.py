@@ -9,7 +9,7 @@ from dataclasses import replace
 from ...schemas.checkpoint import Best
 from ...schemas.errors import UsageError, closest, did_you_mean
 from ...schemas.train_options import TrainOptions
-from ..storage.run.checkpoints import wanted
+from ..storage.run.checkpoints import best_metric
 from ..tracking.metrics_log import EVAL
 
 
@@ -17,7 +17,7 @@ def with_evaluation(
     best: Best | None, metrics: Mapping[str, float], *, step: int, options: TrainOptions
 ) -> Best:
     """The best evaluation so far, with this one; another metric starts again."""
-    target = wanted(options.best)
+    target = best_metric(options.best)
     value = metrics.get(target.metric, math.nan)
     if best is None or best.metric != options.best:
         known = value if math.isfinite(value) else None
@@ -36,7 +36,7 @@ def why_over(best: Best | None, options: TrainOptions) -> str:
         return ""
     if best.since < options.patience:
         return ""
-    name, times = wanted(best.metric).metric, best.since
+    name, times = best_metric(best.metric).metric, best.since
     if best.value is None:
         return f"{name} was not finite in {times} evaluations in a row (train.patience)"
     return (
@@ -51,7 +51,7 @@ def why_unmeasured(options: TrainOptions, names: Iterable[str]) -> str | None:
     None if they are of the other kind, held-out rows or steps. UsageError if the missing metric
     would decide the end of the run.
     """
-    metric = wanted(options.best).metric
+    metric = best_metric(options.best).metric
     kind = sorted(name for name in names if name.startswith(EVAL) == metric.startswith(EVAL))
     if not kind:
         return None

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...schemas.batches import MicroBatch, StepBatch, Visits
+from ...schemas.batches import MicroBatch, RowMargins, StepBatch
 from ...schemas.methods import ROUTING, Completions, Mean, Metric, Step, Tokens
 from ...schemas.train_options import TrainOptions
 from ..methods.metrics import is_tie
@@ -29,12 +29,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step; all but `suspects` and `visits` is equal on every rank."""
+    """The result of a step; all but `suspects` and `row_margins` is equal on every rank."""
 
     applied: bool
     means: Means  # of all metrics
     suspects: tuple[str, ...]  # ids of this rank's rows that may have prevented the update
-    visits: Visits | None  # of this rank's rows, if train.row_margins is set
+    row_margins: RowMargins | None  # of this rank's rows, if train.row_margins is set
     state: MethodState  # of the methods after this step
 
 
@@ -78,19 +78,19 @@ def train_step(
             margins.append(torch.stack(objective.margins(completions))[:, : len(micro.row_ids)])
     # The only host-device sync of a step.
     means, after = sums.read(engine, state_then)
-    visits = None
+    row_margins = None
     if keeps_margins:
         values = torch.cat(margins, dim=1)  # one copy from the device
         ties = is_tie(*values)
-        visits = Visits(rows_in(batch), tuple(values[0].tolist()), tuple(ties.tolist()))
+        row_margins = RowMargins(rows_in(batch), tuple(values[0].tolist()), tuple(ties.tolist()))
     if not math.isfinite(objective.reported(means)[LOSS]):
         engine.skip()
-        return StepResult(False, means, _suspects(batch, step, losses), visits, state)
+        return StepResult(False, means, _suspects(batch, step, losses), row_margins, state)
     update = engine.step()
     means["grad_norm"] = Mean(update.grad_norm, 1.0)
     if not update.applied:
-        return StepResult(False, means, rows_in(batch), visits, state)
-    return StepResult(True, means, (), visits, after)
+        return StepResult(False, means, rows_in(batch), row_margins, state)
+    return StepResult(True, means, (), row_margins, after)
 
 
 def rows_in(batch: StepBatch) -> tuple[str, ...]:

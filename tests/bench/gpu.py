@@ -261,7 +261,7 @@ class Unsaved:
     def save(self, position):
         pass
 
-    evaluated = visited = save
+    evaluated = log_margins = save
 
 
 def learned_unsaved(folder, method, records, sets, flags):

@@ -194,7 +194,7 @@ def test_a_plan_says_all_that_a_training_needs_and_makes_nothing(course, tmp_pat
     gpus = align("plan", *words, *("--gpu", "24g", "--gpus", 2))
     first, *lines, last = gpus.out.splitlines()
     assert first.startswith("Fits: ")
-    for said in ("steps", "KL pairs", "zero3-offload, lora"):
+    for said in ("steps", "KL completions", "zero3-offload, lora"):
         assert any(said in line for line in lines)
     assert last.startswith("torchrun")
     assert {"train", "--method", "--cache", "--output"} <= {*last.split()}

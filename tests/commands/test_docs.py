@@ -204,7 +204,7 @@ def test_the_first_commands_of_the_readme_run(server, world, tmp_path, uri):
 
 
 def without_numbers(text):
-    return re.sub(r"root [0-9a-f]+|[\d.,]+( steps?)?", "#", text)
+    return re.sub(r"id [0-9a-f]+|[\d.,]+( steps?)?", "#", text)
 
 
 def test_getting_started_ends_where_it_says(server, tmp_path, uri, monkeypatch, capsys):

@@ -34,5 +34,5 @@ def test_a_method_is_added_as_its_page_shows(tmp_path, training_world):
     train = ("train", "--method", "square", *cache, "--max-steps", "2", "--no-mlflow")
     program = (sys.executable, "-c", MAIN, json.dumps([("methods", "square"), train]))
     told = said_by(*program, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{TESTS}")
-    for said in ("(b D - t)^2", "margin of rewards that is wanted", "2 steps"):
+    for said in ("(b D - t)^2", "target of the reward margin", "2 steps"):
         assert said in told

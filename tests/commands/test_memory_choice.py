@@ -31,7 +31,7 @@ from align.pipeline.plan.setting_checks import learning_rate_note
 from align.pipeline.plan.workload import GivenRows
 from align.pipeline.train.load import with_auto_decided
 from align.pipeline.train.memory_at_start import chosen_to_fit, facts_of_run
-from align.pipeline.train.resume import begun_preset
+from align.pipeline.train.resume import resumed_preset
 from align.schemas.checkpoint import RunIdentity
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
@@ -107,7 +107,7 @@ def test_what_was_set_stays_and_what_changes_numbers_is_only_named(tiny):
     assert smallest.nearest.estimate.optimizer > 0  # and nothing moves it to the CPU by itself
     advice = smallest.advice.changes
     assert advice.keys() - OPEN.keys() or "offload" in advice["train.deepspeed"]
-    resumed = chosen(config, replace(nothing, begun="zero1"))
+    resumed = chosen(config, replace(nothing, resumed="zero1"))
     assert resumed.advice is None or "train.deepspeed" not in resumed.advice.changes
 
 
@@ -138,8 +138,8 @@ def test_no_more_is_planned_with_than_a_gpu_has(caplog):
 def test_a_run_that_goes_on_keeps_its_stage_and_its_optimizer_where_it_is(tiny):
     name = "deepspeed zero_optimization.offload_optimizer.device"
     identity = RunIdentity("root", GPUS, 2, settings={}, computed={name: "'cpu'"})
-    assert begun_preset(identity) == "zero2-offload"
-    assert begun_preset(replace(identity, computed={}, zero_stage=3)) == "zero3"
+    assert resumed_preset(identity) == "zero2-offload"
+    assert resumed_preset(replace(identity, computed={}, zero_stage=3)) == "zero3"
     checkpoint = SimpleNamespace(identity=replace(identity, computed={}, zero_stage=1))
     run = SimpleNamespace(
         config=tiny.settings.config, world=ALONE, checkpoint=checkpoint, begins_as=ON_CPU

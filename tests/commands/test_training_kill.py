@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 
-from align.stages.report.visited_rows import read_visits
+from align.stages.report.row_margins import read_margins
 from align.stages.storage.run.run_folder import RunFolder
 from support.checkpoint_saves import chosen_in
 from support.refusals import require_names
@@ -122,7 +122,7 @@ def test_visits_of_steps_that_were_given_up_are_not_in_the_table_of_rows(course,
     (path,) = damaged.rows_written()
     path.write_bytes(b"{}\n" + path.read_bytes())
     require_names(course.run(damaged.root, "--resume", "auto").err, path)
-    assert set(read_visits(damaged.rows)["step"]) == {3, 4, 5, 6}
+    assert set(read_margins(damaged.rows)["step"]) == {3, 4, 5, 6}
 
 
 def step_of(run):

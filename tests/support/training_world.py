@@ -140,7 +140,7 @@ class Recorded:
     evaluations: list = field(default_factory=list)  # (step, metrics)
     samples: list = field(default_factory=list)  # of each of them, its single completions
     refused: list = field(default_factory=list)  # (step, row ids)
-    visits: list = field(default_factory=list)  # (step, epoch, rows with their margins)
+    margins: list = field(default_factory=list)  # (step, epoch, RowMargins)
     saves: list = field(default_factory=list)  # steps
     shrunk: list = field(default_factory=list)  # (step, tokens per batch from then on)
     on_step: object = None
@@ -161,8 +161,8 @@ class Recorded:
     def not_applied(self, step, row_ids):
         self.refused.append((step, row_ids))
 
-    def visited(self, step, epoch, visits):
-        self.visits.append((step, epoch, visits))
+    def log_margins(self, step, epoch, rows):
+        self.margins.append((step, epoch, rows))
 
     def save(self, place):
         if self.saves[-1:] != [place.step]:

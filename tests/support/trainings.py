@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
-from align.stages.report.visited_rows import read_visits
+from align.stages.report.row_margins import read_margins
 from align.stages.storage.run.run_folder import RunFolder
 from support import disk_faults
 from support.checkpoint_saves import chosen_in
@@ -254,7 +254,7 @@ def require_same(run, whole):
     """Requires the weights of another run bit by bit, and every number on the way to them."""
     assert weights(run) == weights(whole)
     assert learned(run) == learned(whole)
-    tables = [read_visits(RunFolder(one).rows) for one in (run, whole)]
+    tables = [read_margins(RunFolder(one).rows) for one in (run, whole)]
     assert tables[0].equals(tables[1])
 
 

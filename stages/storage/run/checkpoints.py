@@ -170,24 +170,24 @@ LOWEST = frozenset({"loss", "nll", "kl", "rejected", "grad_norm", "errors"})
 
 
 @dataclass(frozen=True)
-class WantedMetric:
+class BestMetric:
     """The metric that chooses the best checkpoint."""
 
     metric: str
     is_lowest: bool
 
 
-def wanted(best: str) -> WantedMetric:
-    """Reads `eval/loss`; with a leading - the lowest value is the best, with + the highest."""
+def best_metric(best: str) -> BestMetric:
+    """Parses train.best: after a leading - the lowest value is the best, after + the highest."""
     metric = best.lstrip("+-")
     if metric != best:
-        return WantedMetric(metric, best.startswith("-"))
-    return WantedMetric(metric, not LOWEST.isdisjoint(metric.split("/")))
+        return BestMetric(metric, best.startswith("-"))
+    return BestMetric(metric, not LOWEST.isdisjoint(metric.split("/")))
 
 
 def best_first(values: Mapping[int, float], best: str) -> list[int]:
     """Steps by value, the best first; among equals, the earliest first."""
-    sign = 1.0 if wanted(best).is_lowest else -1.0
+    sign = 1.0 if best_metric(best).is_lowest else -1.0
     return sorted(values, key=lambda step: (sign * values[step], step))
 
 
@@ -196,7 +196,7 @@ def best_checkpoint(folder: RunFolder, best: str) -> Checkpoint | None:
 
     A checkpoint with an unreadable record is an error: it may be the best.
     """
-    metric = wanted(best).metric
+    metric = best_metric(best).metric
     records = {step: read_checkpoint(folder.step(step)) for step in folder.steps()}
     measured = {step: record.state.metrics for step, record in records.items()}
     values = {step: found[metric] for step, found in measured.items() if metric in found}
@@ -208,7 +208,7 @@ def prune(folder: RunFolder, *, newest: int, keep_last: int, best: str) -> None:
     past = [step for step in folder.steps() if step <= newest]
     kept = {*past[-keep_last:], newest, folder.latest_step()}
     if best:
-        metric, known = wanted(best).metric, dict[int, float]()
+        metric, known = best_metric(best).metric, dict[int, float]()
         for step in past:
             with suppress(CorruptionError):  # a damaged checkpoint has no known value
                 metrics = read_checkpoint(folder.step(step)).state.metrics

@@ -40,10 +40,10 @@ def test_rows_are_matched_by_their_ids_and_a_tie_is_half_right():
     assert (found.accuracy.first, found.accuracy.second) == ((1 + 0 + 1 + 0.5) / 4, 3 / 4)
     assert found.gained == ("b",)
     assert found.lost == ("c",)
-    assert (found.in_both, found.left_out, found.p_value) == (1, 0, mcnemar(1, 1))
-    assert found.gap.name == "log_ratio"
-    assert (found.gap.first, found.gap.second) == pytest.approx((10 * 2 / 4, 10 * 4 / 4))
-    assert found.gap.low < 5 < found.gap.high
+    assert (found.correct_in_both, found.left_out, found.p_value) == (1, 0, mcnemar(1, 1))
+    assert found.margin.name == "log_ratio"
+    assert (found.margin.first, found.margin.second) == pytest.approx((10 * 2 / 4, 10 * 4 / 4))
+    assert found.margin.low < 5 < found.margin.high
 
 
 def test_labels_of_a_row_are_compared_as_its_pair_is():
@@ -73,9 +73,9 @@ def test_a_row_that_one_run_lacks_or_has_half_of_is_left_out():
 def test_a_run_without_a_reference_is_compared_by_its_log_probs():
     bare = SECOND.drop("reference_logp", "log_ratio")
     found = compare(FIRST, bare)
-    assert (found.gap.name, found.accuracy) == ("logp", compare(FIRST, SECOND).accuracy)
+    assert (found.margin.name, found.accuracy) == ("logp", compare(FIRST, SECOND).accuracy)
     scores = FIRST.drop("logp", "reference_logp", "log_ratio").with_columns(policy_score="reward")
-    assert compare(scores, scores).gap is None
+    assert compare(scores, scores).margin is None
 
 
 def test_two_losses_are_compared_by_what_they_have_in_common():

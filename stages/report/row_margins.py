@@ -1,8 +1,8 @@
-"""`rows.parquet`: the margin of each training row at each visit, and which rows are not learned.
+"""`rows.parquet`: the margin of each training row in each step that trains on it.
 
-Each rank appends a line for each step as it trains; the report joins them to one table. A margin is
-the reward of a row's good completions less that of its bad ones, before the update of its step. Of
-a row with one side only it is above 0 where the reward is on the side of its label.
+Each rank appends a line per step, and the report joins the lines to one table. A margin is the
+reward of a row's good completions minus that of its bad ones, before the update of the step. A row
+with one label only has a margin above 0 if its reward has the sign of the label.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import polars as pl
 
-from ...schemas.batches import Visits
+from ...schemas.batches import RowMargins
 from ...schemas.errors import CorruptionError
 from ..storage.disk import fs
 from ..storage.disk.lines import keep_lines, read_lines
@@ -29,22 +29,22 @@ SCHEMA = pl.Schema(
 )
 
 
-def visits_line(visits: Visits, *, epoch: int, step: int) -> bytes:
-    """The line of a rank's rows of one step."""
-    count = len(visits.row_ids)
-    columns = (visits.row_ids, [epoch] * count, [step] * count, visits.margins, visits.are_ties)
+def margins_line(rows: RowMargins, *, epoch: int, step: int) -> bytes:
+    """The line of a rank's rows in one step."""
+    count = len(rows.row_ids)
+    columns = (rows.row_ids, [epoch] * count, [step] * count, rows.margins, rows.are_ties)
     return json.dumps(dict(zip(SCHEMA, columns, strict=True))).encode()
 
 
-def cut_visits(path: Path, keep_through: int) -> None:
-    """Drops the lines of steps after that one; -1: all."""
+def cut_margins(path: Path, keep_through: int) -> None:
+    """Drops the lines of later steps; -1: all lines."""
     steps = _read_lines(path)["step"].list.first()
     lines = zip(read_lines(path), steps, strict=True)
     keep_lines(path, [line for line, step in lines if step <= keep_through])
 
 
-def join_visits(paths: Sequence[Path], path: Path) -> None:
-    """Writes the whole table, in the order of the steps."""
+def join_margins(paths: Sequence[Path], path: Path) -> None:
+    """Writes the lines of all ranks as one table, sorted by step."""
     parts = [_read_lines(one).explode(*SCHEMA) for one in paths]
     table = pl.concat([pl.DataFrame(schema=SCHEMA), *parts]).sort("step", "row_id")
     fs.drop_drafts(path)
@@ -52,26 +52,28 @@ def join_visits(paths: Sequence[Path], path: Path) -> None:
         table.write_parquet(sink)
 
 
-def read_visits(path: Path) -> pl.DataFrame:
-    """The table of a run; empty if there is none."""
+def read_margins(path: Path) -> pl.DataFrame:
+    """The table of a run; empty if there is no file."""
     try:
         return pl.read_parquet(path) if path.exists() else pl.DataFrame(schema=SCHEMA)
     except (pl.exceptions.PolarsError, OSError) as error:
         raise _damaged(path, error) from error
 
 
-def learned_rows(visits: pl.DataFrame) -> pl.DataFrame:
-    """A line for each row: its visits, and by its margins whether it is right in the end, right at
-    no visit, or forgotten: above 0 at one visit and below 0 at a later one. Ties are neither.
+def learned_rows(margins: pl.DataFrame) -> pl.DataFrame:
+    """Per row, how often it was trained on, and whether it was learned.
+
+    `correct`: its last margin is above 0. `never`: no margin is above 0. `forgotten`: a margin is
+    above 0 and a later one below 0. Ties are neither above nor below.
     """
     counts = ~pl.col("is_tie") & pl.col("margin").is_finite()
-    told = visits.sort("step").with_columns(
+    signed = margins.sort("step").with_columns(
         (counts & (pl.col("margin") > 0)).alias("above"),
         (counts & (pl.col("margin") < 0)).alias("below"),
     )
-    rows = told.group_by("row_id").agg(
-        pl.len().alias("visits"),
-        pl.col("above").last().alias("right"),
+    rows = signed.group_by("row_id").agg(
+        pl.len().alias("times"),
+        pl.col("above").last().alias("correct"),
         (~pl.col("above").any()).alias("never"),
         (pl.col("above").cum_sum().gt(0) & pl.col("below")).any().alias("forgotten"),
     )
@@ -79,10 +81,10 @@ def learned_rows(visits: pl.DataFrame) -> pl.DataFrame:
 
 
 def _read_lines(path: Path) -> pl.DataFrame:
-    """The lines that are whole, with a list in each column."""
+    """The complete lines, with a list in each column."""
     lists = pl.Schema({name: pl.List(kind) for name, kind in SCHEMA.items()})
     try:
-        # Not by polars: a margin may be NaN, which it does not read.
+        # `pl.read_ndjson` refuses NaN, which a margin may be.
         lines = pl.DataFrame([json.loads(line.text) for line in read_lines(path)], schema=lists)
         if any(lines.null_count().row(0)):
             raise ValueError("a column is missing")
@@ -92,5 +94,7 @@ def _read_lines(path: Path) -> pl.DataFrame:
 
 
 def _damaged(path: Path, why: Exception) -> CorruptionError:
-    said = str(why).partition("\n")[0]
-    return CorruptionError(f"{path} is damaged ({said}). Remove it: the report does without.")
+    reason = str(why).partition("\n")[0]
+    return CorruptionError(
+        f"{path} is damaged ({reason}). Remove it: the report is written without it."
+    )

@@ -1,19 +1,19 @@
-"""The margin of each training row at each visit, and what is said of the rows by them."""
+"""The margin of each training row in each epoch, and which rows are learned by them."""
 
 import polars as pl
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from align.schemas.batches import Visits
+from align.schemas.batches import RowMargins
 from align.schemas.errors import CorruptionError
 from align.stages.engine.distributed import joined_world
-from align.stages.report.visited_rows import (
-    cut_visits,
-    join_visits,
+from align.stages.report.row_margins import (
+    cut_margins,
+    join_margins,
     learned_rows,
-    read_visits,
-    visits_line,
+    margins_line,
+    read_margins,
 )
 from support import plain_loop
 from support.refusals import refuses
@@ -49,12 +49,12 @@ def test_every_row_has_a_margin_at_each_visit_by_plain_passes_of_both_models(
     ]
     expected = {name: margin_of(row, models) for name, row in plain_loop.rows_of(folder).items()}
     seen = {}
-    for step, epoch, visits in recorded.visits:
-        assert 0 < step <= len(recorded.visits)
-        for row_id, margin in zip(visits.row_ids, visits.margins, strict=True):
+    for step, epoch, rows in recorded.margins:
+        assert 0 < step <= len(recorded.margins)
+        for row_id, margin in zip(rows.row_ids, rows.margins, strict=True):
             seen[row_id, epoch] = margin
-        assert not any(visits.are_ties)
-    assert len(seen) == sum(len(one.row_ids) for *_, one in recorded.visits)  # each once an epoch
+        assert not any(rows.are_ties)
+    assert len(seen) == sum(len(one.row_ids) for *_, one in recorded.margins)  # each once an epoch
     assert {row_id for row_id, _ in seen} == expected.keys()
     assert {epoch for _, epoch in seen} == set(range(EPOCHS))
     for (row_id, _), margin in seen.items():
@@ -62,11 +62,11 @@ def test_every_row_has_a_margin_at_each_visit_by_plain_passes_of_both_models(
     # Before the first update a policy that is the reference ties in every row.
     with joined_world() as world:
         _, recorded = learn(job_of(folder, method, row_margins=True, lr=0.0, max_steps=1), world)
-    assert all(recorded.visits[0][2].are_ties)
+    assert all(recorded.margins[0][2].are_ties)
 
 
 def table(*rows):
-    """Visits of rows, each given by the signs of its margins; 0 is a tie."""
+    """Margins of rows, each given by their signs; 0 is a tie."""
     lines = [
         {"row_id": name, "epoch": at, "step": at * 10 + 1, "margin": 0.5 * sign, "is_tie": not sign}
         for name, signs in rows
@@ -76,7 +76,7 @@ def table(*rows):
 
 
 def test_rows_are_never_learned_or_forgotten_by_what_they_were_at_their_visits():
-    visits = table(
+    margins = table(
         ("late", (-1, 0, 1)),
         ("lost", (1, 1, -1)),
         ("found again", (1, -1, 1)),
@@ -84,11 +84,11 @@ def test_rows_are_never_learned_or_forgotten_by_what_they_were_at_their_visits()
         ("never", (-1, -1, 0)),
     )
     lost = table(("nan", (float("nan"), float("nan"))))
-    found = learned_rows(pl.concat([visits.reverse(), lost]))
-    assert found["visits"].to_list() == [3, 3, 3, 2, 3, 3]
+    found = learned_rows(pl.concat([margins.reverse(), lost]))
+    assert found["times"].to_list() == [3, 3, 3, 2, 3, 3]
     named = {name: found.filter(name)["row_id"].to_list() for name in found.columns[2:]}
     assert named == {
-        "right": ["found again", "late"],
+        "correct": ["found again", "late"],
         "never": ["nan", "never"],
         "forgotten": ["found again", "lost"],
     }
@@ -98,17 +98,17 @@ def test_lines_of_ranks_become_one_table_and_a_damaged_one_is_named(tmp_path):
     paths, whole = [], tmp_path / "rows.parquet"
     for rank, names in enumerate((("b", "d"), ("a",))):
         paths.append(tmp_path / f"{rank}.jsonl")
-        visits = Visits(names, (1.5,) * len(names), (False,) * len(names))
-        lines = [visits_line(visits, epoch=0, step=step) for step in (1, 2, 3)]
+        rows = RowMargins(names, (1.5,) * len(names), (False,) * len(names))
+        lines = [margins_line(rows, epoch=0, step=step) for step in (1, 2, 3)]
         paths[-1].write_bytes(b"\n".join(lines) + b'\n{"row_id": ["cut')
-        cut_visits(paths[-1], 2)
-    join_visits(paths, whole)
-    rows = read_visits(whole).select("step", "row_id").rows()
+        cut_margins(paths[-1], 2)
+    join_margins(paths, whole)
+    rows = read_margins(whole).select("step", "row_id").rows()
     assert rows == [(step, one) for step in (1, 2) for one in "abd"]
     for damage in (b"{\n", b'{"row_id": ["a"]}\n'):
         paths[0].write_bytes(damage)
         with refuses(CorruptionError, paths[0]):
-            join_visits(paths, whole)
+            join_margins(paths, whole)
     whole.write_bytes(whole.read_bytes()[:-9])
     with refuses(CorruptionError, whole):
-        read_visits(whole)
+        read_margins(whole)
