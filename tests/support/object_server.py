@@ -91,7 +91,7 @@ def faulty_proxy(upstream, faults):
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Proxy)
     server.daemon_threads = True
     server.upstream, server.faults = upstream.removeprefix("http://"), faults
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"

@@ -25,13 +25,13 @@ def begin(folder, uri, *, keep_through=-1, sends=True, numbers="same", **options
     return run
 
 
-def learn(run, steps, *, at=None):
+def learn(run, steps, *, at=None, pause=0.001):
     """Logs a few numbers per step; returns the functions that these calls entered."""
     entered = set()
     for step in steps:
         if at and step == at[0]:
             at[1]()
-        time.sleep(0.01)
+        time.sleep(pause)
         sys.setprofile(lambda frame, *_: entered.add(_name_of(frame)))
         run.log_metrics({"loss": 1 / (step + 1), "kl": float("nan"), "lr": step * 1e-3}, step=step)
         if step % 10 == 0:

@@ -163,7 +163,7 @@ def serving(address=""):
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
         http.daemon_threads = True
         server = WandbServer(f"http://127.0.0.1:{http.server_address[1]}", address)
-        thread = threading.Thread(target=http.serve_forever, daemon=True)
+        thread = threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         yield server
         server.mend()

@@ -157,7 +157,7 @@ COLUMNS = (
 )
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(COLUMNS), st.booleans(), st.data())
 def test_any_row_is_a_record_or_rejected_with_a_reason(tmp_path, columns, is_json, data):
     if is_json:

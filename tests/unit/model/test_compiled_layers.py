@@ -24,7 +24,7 @@ from support.refusals import refuses
 
 pytestmark = pytest.mark.numeric
 
-FAMILIES = ("llama", "gemma3", "mistral with a window")  # one of each kind of layer
+FAMILIES = ("llama", "gemma3", "mistral with a window")  # gemma3 has both kinds of layers
 BATCHES = [drawn_trees(seed, tokens=200 + 150 * seed, longest=20 + 10 * seed) for seed in range(3)]
 FOUR = {"num_hidden_layers": 4}  # of both kinds, where there are two
 WINDOWS = {**FOUR, "layer_types": 2 * SLIDING["layer_types"]}
@@ -72,7 +72,15 @@ def compilations():
         counters.clear()
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "an adapter, recomputed"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma3",
+        "an adapter, recomputed",
+        pytest.param("llama", marks=pytest.mark.long),
+        pytest.param("mistral with a window", marks=pytest.mark.long),
+    ],
+)
 def test_all_layers_share_the_graphs_of_every_length_and_batch(name):
     is_adapted = name not in FAMILIES
     model = four_layers("llama" if is_adapted else name)

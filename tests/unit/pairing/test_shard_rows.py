@@ -15,7 +15,7 @@ from support.encoded_rows import encoded, plain_of, record_lists, shards_of
 EOS = 9
 STOPS = frozenset({EOS})
 
-relaxed = settings(max_examples=60)
+relaxed = settings(max_examples=30)
 
 
 @st.composite

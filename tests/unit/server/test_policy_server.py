@@ -1,6 +1,7 @@
 """A server that align starts: waited for, and ended with its children however align ends."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,7 +12,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from align.schemas.errors import ServerError, UsageError
-from align.stages.server.policy_server import policy_server, server_command
+from align.stages.server import policy_server as policy_server_module
+from align.stages.server.policy_server import GUARD, policy_server, server_command
 from support.patience import PATIENCE
 from support.refusals import refuses
 from support.stub_policy import pids_in, require_ended, runs, serve_by
@@ -49,17 +51,18 @@ def test_a_command_that_cannot_be_started_is_refused_by_name(serve, named):
         server_command(serve, "model", 80)
 
 
-def test_a_server_answers_and_ends_with_its_children(serving, tmp_path):
-    with serving() as url:
+@pytest.mark.parametrize("says", ["ready", "stubborn"])
+def test_a_server_ends_with_its_children_also_if_it_ignores_sigterm(
+    serving, tmp_path, monkeypatch, says
+):
+    guard = tmp_path / "guard.py"
+    guard.write_text(re.sub("^GRACE = 10", "GRACE = 0.5", GUARD.read_text(), flags=re.MULTILINE))
+    assert guard.read_text() != GUARD.read_text()
+    monkeypatch.setattr(policy_server_module, "GUARD", guard)
+    with serving("--says", says) as url:
         assert url.endswith("/v1")
         assert len(pids_in(tmp_path / "events")) == 2
         assert all(map(runs, pids_in(tmp_path / "events")))
-    require_ended(pids_in(tmp_path / "events"))
-
-
-def test_a_server_that_does_not_take_the_hint_ends_too(serving, tmp_path):
-    with serving("--says", "stubborn"):
-        pass
     require_ended(pids_in(tmp_path / "events"))
 
 
@@ -80,7 +83,8 @@ def test_a_server_that_is_never_ready_is_one_message_with_the_end_of_its_log(
         require_ended(pids)
 
 
-def test_nobody_else_gets_the_port_and_a_server_that_is_gone_is_an_error(serving, tmp_path):
+@pytest.mark.parametrize("has_asked", [False, True])
+def test_a_dead_server_is_the_error_and_nobody_else_gets_its_port(serving, tmp_path, has_asked):
     with refuses(ServerError, "rounds.serve", tmp_path / "server.log"), serving() as url:
         server, child = pids_in(tmp_path / "events")
         guard = parent_of(server)
@@ -88,6 +92,13 @@ def test_nobody_else_gets_the_port_and_a_server_that_is_gone_is_an_error(serving
         require_ended([server, child, guard])
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", urlsplit(url).port))
+        if has_asked:
+            raise ServerError("no answer")
+
+
+def test_an_error_of_a_server_that_lives_stays(serving):
+    with pytest.raises(ServerError, match="no answer"), serving():
+        raise ServerError("no answer")
 
 
 def parent_of(pid):
@@ -103,20 +114,12 @@ def test_a_server_ends_with_its_guard(serving, tmp_path, how):
         raise ServerError("no answer")
 
 
-def test_a_server_that_dies_in_the_middle_is_named_instead_of_the_request(serving, tmp_path):
-    with refuses(ServerError, "rounds.serve", tmp_path / "server.log"), serving():
-        os.kill(pids_in(tmp_path / "events")[0], signal.SIGKILL)
-        require_ended(pids_in(tmp_path / "events"))  # the child with it
-        raise ServerError("no answer")
-    with pytest.raises(ServerError, match="no answer"), serving():
-        raise ServerError("no answer")
-
-
 KILLED = """
 import os, signal, sys
 from pathlib import Path
 from align.stages.server.policy_server import policy_server
 serve, model, log = sys.argv[1:]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 with policy_server(serve, model, log=Path(log), timeout=60):
     os.kill(os.getpid(), signal.{how})
     signal.pause()

@@ -27,12 +27,18 @@ UNREAD = ("drop", "cut")  # of answers that may have been paid, and nobody knows
 FAULTS = (429, 408, 500, 503, *UNREAD, "half", "garbage", "no usage", "two choices")
 
 
+@pytest.fixture
+def no_pauses(monkeypatch):
+    """Neither we nor the client of `openai` wait before a request is sent again."""
+    monkeypatch.setattr(server_sampler, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
+
+
 def sampled(stub, wanted, sampling=WARM, **more):
     return collected(sampler_of_stub(stub, **more).open(sampling).sample(wanted))
 
 
-def test_faults_in_30_of_100_requests_lose_nothing_guess_nothing_and_are_counted(monkeypatch):
-    monkeypatch.setattr(server_sampler, "FIRST_PAUSE", 0.001)
+def test_faults_in_30_of_100_requests_lose_nothing_guess_nothing_and_are_counted(no_pauses):
     with chat_server(echo, faults=dict.fromkeys(FAULTS, 0.03)) as stub:
         sampler = sampler_of_stub(stub, concurrency=16, retries=8)
         wanted = wanted_of([*TEXTS, *CHATS], 16)
@@ -122,10 +128,9 @@ def counts(prompt, completion):
     ],
 )
 def test_what_ends_a_run_is_one_error_that_names_the_setting(
-    settings, kind, names, requests, monkeypatch
+    settings, kind, names, requests, no_pauses, monkeypatch
 ):
     monkeypatch.delenv("PLANTED", raising=False)
-    monkeypatch.setattr(server_sampler, "FIRST_PAUSE", 0.001)
     few = {"retries": 2, "timeout": PATIENCE, "concurrency": 1, "key_variable": "PLANTED"}
     with chat_server(**{"answer": echo, **settings}) as stub:
         with refuses(kind, stub.url, *names):
@@ -139,16 +144,16 @@ def test_a_slow_server_is_waited_for_as_long_as_it_asks():
     def refuse(_):
         return (429, "later") if next(order) == 0 else None
 
-    with chat_server(echo, refuse=refuse, retry_after="1", delay=0.1) as stub:
+    with chat_server(echo, refuse=refuse, retry_after="0.3", delay=0.1) as stub:
         started = time.monotonic()
         samples, _ = sampled(stub, wanted_of(TEXTS[:1], 1), timeout=PATIENCE)
     assert len(samples) == 1
-    assert time.monotonic() - started >= 1.2
+    assert time.monotonic() - started >= 0.5
 
 
 def test_an_answer_that_cannot_be_read_is_asked_for_again_after_growing_pauses(monkeypatch):
-    monkeypatch.setattr(server_sampler, "FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(server_sampler, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(server_sampler, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(server_sampler, "LONGEST_PAUSE", 0.08)
     times = []
 
     def half(reply):
@@ -158,7 +163,9 @@ def test_an_answer_that_cannot_be_read_is_asked_for_again_after_growing_pauses(m
     with chat_server(echo, amend=half) as stub:
         assert len(sampled(stub, wanted_of(TEXTS[:1], 1))[0]) == 1
     waited = [after - before for before, after in itertools.pairwise(times)]
-    assert all(one >= least for one, least in zip(waited, (0.05, 0.1, 0.2, 0.2, 0.2), strict=True))
+    assert all(
+        one >= least for one, least in zip(waited, (0.02, 0.04, 0.08, 0.08, 0.08), strict=True)
+    )
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
@@ -271,7 +278,7 @@ def still_wanted(wanted, kept):
 
 
 @pytest.mark.parametrize("trouble", ["dead", "locked"])
-def test_a_server_that_fails_on_the_way_costs_what_was_in_flight(trouble):
+def test_a_server_that_fails_on_the_way_costs_what_was_in_flight(trouble, no_pauses):
     wanted, kept = wanted_of(TEXTS, 4), {}
     with chat_server(echo, delay=0.005) as stub:
         sampler = sampler_of_stub(stub, concurrency=4, retries=1)
@@ -303,16 +310,16 @@ def test_a_spent_budget_stops_the_run_and_the_rest_is_bought_later():
     assert set(stub.answered.values()) == {1}
 
 
-def test_an_answer_that_was_lost_is_counted_against_the_budget():
+def test_an_answer_that_was_lost_is_counted_against_the_budget(no_pauses):
     hangs = itertools.count()
 
     def answer(asked):
-        time.sleep(3 if next(hangs) == 0 else 0)
+        time.sleep(2 if next(hangs) == 0 else 0)
         return echo(asked)
 
     kept = {}
     with chat_server(answer) as stub:
-        sampler = sampler_of_stub(stub, concurrency=1, max_tokens=MOST + 9, timeout=2)
+        sampler = sampler_of_stub(stub, concurrency=1, max_tokens=MOST + 9, timeout=1)
         interrupted(sampler, wanted_of(TEXTS[:1], 3), kept)
     assert (len(kept), sampler.tokens, stub.asked.total()) == (1, MOST + 9, 2)
     with chat_server(echo, faults={"hang": 1.0}) as stub, refuses(ServerError, "server.timeout"):

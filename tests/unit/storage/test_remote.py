@@ -14,7 +14,7 @@ from align.stages.storage.remote import Remote
 from support.at_once import at_the_same_time
 from support.object_server import BUCKET, Faults, client, faulty_proxy, use
 
-ROUNDS = 10
+ROUNDS = 3
 
 
 @pytest.fixture

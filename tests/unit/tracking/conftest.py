@@ -24,6 +24,12 @@ def new_store(made_store, tmp_path_factory):
     return lambda: shutil.copy(made_store, tmp_path_factory.mktemp("store") / "mlflow.db")
 
 
+@pytest.fixture(scope="module")
+def uri(made_store, tmp_path_factory):
+    """The address of a store that holds nothing."""
+    return f"sqlite:///{shutil.copy(made_store, tmp_path_factory.mktemp('store') / 'mlflow.db')}"
+
+
 @pytest.fixture(scope="session")
 def wandb_imported(tmp_path_factory):
     """All that wandb imports for a run is imported, which each fork would do for itself."""

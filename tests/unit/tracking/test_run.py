@@ -155,7 +155,7 @@ def test_steps_that_are_trained_again_by_other_settings_are_in_a_run_of_their_ow
     first = begin(folder, uri)
     first.log_params({"lr": "0.1"})
     learn(first, range(1, 31))
-    wait_until(lambda: len(stored(uri, id_of(first))) == len(logged_numbers(folder.root)))
+    wait_until(lambda: id_of(first) and stored(uri, id_of(first)) == logged_numbers(folder.root))
     kill(first)
     replaced = key_of(first)
 
@@ -222,7 +222,7 @@ def runs_in(uri):
     return len(open_store(uri).search_runs(["0", "1"]))
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(90, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [1, pytest.param(90, marks=pytest.mark.long)])
 def test_a_kill_leaves_a_whole_store_or_none(server, tmp_path, kills):
     chance, ended, span = random.Random(SEED), Counter(), 1.0
     for number in range(-1, kills):
@@ -286,10 +286,6 @@ def tries(monkeypatch):
     return seconds
 
 
-def read(uri, run):
-    return open_store(uri).get_run(id_of(run))
-
-
 def test_a_run_holds_what_was_logged_and_leaves_nothing_behind(uri, home, tmp_path, caplog):
     (tmp_path / "note.txt").write_text("hello")
     with begun(home, uri, experiment="mine") as run:
@@ -302,7 +298,7 @@ def test_a_run_holds_what_was_logged_and_leaves_nothing_behind(uri, home, tmp_pa
         # More than one request takes, and one that is too long.
         run.log_params({"long": "x" * 7000, **{f"p{number}": "x" for number in range(100)}})
     assert not unsent_runs(home)
-    stored = read(uri, run)
+    stored = run_of(uri, id_of(run))
     assert (stored.info.run_name, stored.info.status) == ("precompute-ref", "FINISHED")
     assert stored.data.metrics == {"tokens/s": 5.0, "odd_name": 1.5, "rows": 60.0}
     assert (len(stored.data.params), len(stored.data.params["long"])) == (101, 6000)
@@ -325,17 +321,17 @@ def test_the_store_learns_how_the_work_ended_and_the_first_word_counts(uri, home
     ):
         with pytest.raises(type(error)), begun(home, uri) as run:
             raise error
-        assert read(uri, run).info.status == status
+        assert run_of(uri, id_of(run)).info.status == status
     with begun(home, uri) as run:
         run.finish("FAILED")
-    assert read(uri, run).info.status == "FAILED"
+    assert run_of(uri, id_of(run)).info.status == "FAILED"
 
 
 def test_the_default_store_lies_in_the_current_folder_and_is_durable(home, tmp_path):
     with begun(home, "") as run:
         pass
     made = f"sqlite:///{tmp_path}/mlflow.db"
-    assert read(made, run).info.status == "FINISHED"
+    assert run_of(made, id_of(run)).info.status == "FINISHED"
     with quiet("mlflow"):  # it was built in a hurry, by a process that waited for no disk
         store = MlflowTracker(made)
         with store.client._tracking_client.store.engine.connect() as connection:
@@ -382,7 +378,7 @@ def test_what_a_kill_left_goes_with_the_next_run(uri, home):
     client = open_store(uri)
     (other,) = [
         one
-        for one in client.search_runs([read(uri, run).info.experiment_id])
+        for one in client.search_runs([run_of(uri, id_of(run)).info.experiment_id])
         if one.info.run_name == "x"
     ]
     assert (other.info.status, other.data.metrics) == ("KILLED", {"loss": 0.5})
@@ -397,13 +393,13 @@ def test_an_earlier_run_that_cannot_be_sent_keeps_no_other_back(uri, home, monke
         new_record(folder, uri)
     with begun(home, uri) as run:
         wait_until(lambda: RunRecord.find(torn).is_sent("mlflow"))
-    assert read(uri, run).info.status == "FINISHED"
+    assert run_of(uri, id_of(run)).info.status == "FINISHED"
     assert [one.root for one in unsent_runs(home)] == [broken.root]
 
 
 def test_all_runs_that_a_store_missed_go_with_the_next_one(uri, home, caplog):
     """So many, each from a thread of its own, would be more than SQLite takes at once."""
-    for _ in range(40):
+    for _ in range(20):
         left = new_outbox_folder(home)
         left.metrics.write_text('{"step":1,"time":1.5,"loss":0.5}\n')
         new_record(left, uri)
@@ -486,12 +482,6 @@ def test_a_record_that_was_removed_by_hand_makes_another_run_with_all_lines(uri,
     second.finish("FINISHED")
     assert id_of(second) not in ("", id_of(first))
     assert stored(uri, id_of(second)) == logged_numbers(folder.root)
-
-
-def test_a_run_without_trackers_has_no_record(tmp_path):
-    folder = run_folder(tmp_path)
-    begin(folder, "", mlflow=False).finish("FINISHED")
-    assert not folder.run_record.exists()
 
 
 def test_answers_are_drawn_as_a_table_and_other_files_are_not(tmp_path):

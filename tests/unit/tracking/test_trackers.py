@@ -2,9 +2,12 @@
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
+from types import ModuleType
 
 import mlflow
 import pytest
@@ -14,18 +17,27 @@ from align.schemas.config import TrackingOptions
 from align.schemas.errors import CorruptionError, UsageError
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking import run as tracking
+from align.stages.tracking import tracker as trackers
 from align.stages.tracking import wandb_tracker
 from align.stages.tracking.metrics_log import MetricsLog, read_metrics
 from align.stages.tracking.run import Uploader, recorded, tagged
 from align.stages.tracking.run_record import GROUP_TAG, RunRecord, Store, unsent_runs
 from align.stages.tracking.tracker import quiet, tracker_of
-from support.file_store import FileStore, register
 from support.mlflow_runs import MlflowStore, new_record, open_store, warnings_in
+from support.pages import page, programs_under
 from support.patience import PATIENCE, wait_until
 from support.refusals import refuses
 from support.tensorboard_runs import TensorboardStore
 from support.tracked_training import begin, kill, learn
-from support.tracker_contract import FILES, STEPS, Recorded, ended, killed_after, killed_in
+from support.tracker_contract import (
+    FILES,
+    STEPS,
+    Recorded,
+    StoredRun,
+    ended,
+    killed_after,
+    killed_in,
+)
 from support.wandb_runs import WandbStore
 
 BOTH = ["mlflow,files"]
@@ -35,6 +47,59 @@ SEED = 56
 pytestmark = pytest.mark.usefixtures("no_mlflow_settings", "no_wandb_settings")
 
 
+PAGE = ("docs/extending.md", "A tracker")
+
+
+class FileStore:
+    """A folder of runs, as the tracker of that page writes it."""
+
+    name = "files"
+    unkept = ()
+    bits = 64
+    description = "note"
+
+    def __init__(self, root):
+        self.root = Path(root) / "runs"
+        self.address = str(self.root)
+
+    def stored(self, run_id):
+        """The run as the store has it."""
+        run = self.root / run_id
+        labels = _read(run / "labels.json")
+        numbers = [number for path in run.glob("metrics/*.json") for number in _read(path)]
+        kept = run / "artifacts"
+        files = {path.relative_to(kept): path for path in kept.rglob("*") if path.is_file()}
+        return StoredRun(
+            labels["status"],
+            labels["params"],
+            labels["tags"] | {"note": labels["note"]},
+            labels["data"],
+            sorted(map(tuple, numbers)),
+            {str(name): path.read_text() for name, path in files.items()},
+            sorted(labels["models"]),
+        )
+
+    def run_count(self):
+        """How many runs it has."""
+        return len([*self.root.iterdir()])
+
+    def lose(self, run_id):
+        """As if the run had never been."""
+        shutil.rmtree(self.root / run_id)
+
+    def break_down(self):
+        """Takes no call from now on."""
+        self.root.touch()
+
+    def mend(self):
+        """Is as it was."""
+        self.root.unlink()
+
+
+def _read(path):
+    return json.loads(path.read_text())
+
+
 @pytest.fixture
 def mlflow_store(new_store):
     return MlflowStore(new_store())
@@ -42,10 +107,15 @@ def mlflow_store(new_store):
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """A folder of runs, in which runs are recorded beside MLflow."""
+    """A folder of runs; the page's tracker is added to those that there are."""
+    program, _ = programs_under(page(PAGE[0]), PAGE[1])
+    module = ModuleType(f"{trackers.__package__}.file_tracker")
+    module.__package__ = trackers.__package__
+    exec(compile(program, PAGE[0], "exec"), vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(trackers.TRACKERS, "files", "file_tracker")
     store = FileStore(tmp_path)
     monkeypatch.setenv("RUNS_FOLDER", store.address)
-    register(monkeypatch)
     return store
 
 
@@ -71,20 +141,18 @@ each_tracker = pytest.mark.parametrize("run", STORES, indirect=True)
 of_mlflow = pytest.mark.parametrize("run", ["mlflow"], indirect=True)
 
 
+# Of a tracker, in the order in which a run needs them.
+CALLS = [("begin", 1), ("log", 1), ("log", 2), ("label", 1), ("file", 1), ("file", 2), ("close", 1)]
+SOME = [("begin", 1), ("log", 2), ("close", 1)]
+
+
 @each_tracker
-def test_a_sender_that_is_killed_after_any_call_loses_nothing_and_doubles_nothing(run):
+@pytest.mark.parametrize("calls", [SOME, pytest.param(CALLS, marks=pytest.mark.long)])
+def test_a_kill_after_any_call_loses_nothing_and_doubles_nothing(run, calls):
     run.run.finish("FINISHED")
     tracker = tracker_of(run.store.name)
     assert killed_after(RunRecord, "keep_sent", 4, run.send)
-    for call, number in (
-        ("begin", 1),
-        ("log", 1),
-        ("log", 2),
-        ("label", 1),
-        ("file", 1),
-        ("file", 2),
-        ("close", 1),
-    ):
+    for call, number in calls:
         assert killed_after(tracker, call, number, run.send), (call, number)
     assert ended(run.send) == 0
     run.require_stored()
@@ -93,8 +161,9 @@ def test_a_sender_that_is_killed_after_any_call_loses_nothing_and_doubles_nothin
 
 
 @each_tracker
+@pytest.mark.parametrize("kills", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_a_training_that_is_killed_at_drawn_moments_is_one_run_with_each_number_once(
-    run, monkeypatch
+    run, monkeypatch, kills
 ):
     """Each start trains again what it did not save, with the same numbers."""
     monkeypatch.setattr(tracking, "SECONDS_PER_TICK", 0.02)
@@ -104,11 +173,11 @@ def test_a_training_that_is_killed_at_drawn_moments_is_one_run_with_each_number_
 
     def train():
         one = begin(run.folder, uri, trackers=[run.store.name], keep_through=saved)
-        learn(one, range(saved + 1, 3 * STEPS))
+        learn(one, range(saved + 1, 2 * STEPS), pause=0.01)
         one.finish("FINISHED")
 
-    for _ in range(3):
-        killed_in(chance.uniform(0.1, 2.0), train)
+    for _ in range(kills):
+        killed_in(chance.uniform(0.1, 1.0), train)
         last = max(line.step for line in read_metrics(run.folder.metrics))
         saved = max(saved, last - last % 7)
     assert ended(train) == 0
@@ -171,7 +240,7 @@ def test_a_store_that_is_down_costs_one_warning_and_gets_everything_once_it_is_b
 
 
 # Of MLflow's client, in the order in which a run needs them.
-CALLS = {
+CLIENT_CALLS = {
     "create_run": 1,
     "log_batch": 1,
     "log_inputs": 1,
@@ -186,14 +255,21 @@ CALLS = {
 
 
 @of_mlflow
-def test_a_kill_after_any_call_to_mlflow_loses_nothing_and_doubles_nothing(run):
+@pytest.mark.parametrize(
+    "calls",
+    [
+        ["create_run", "log_outputs", "set_tag"],
+        pytest.param([*CLIENT_CALLS], marks=pytest.mark.long),
+    ],
+)
+def test_a_kill_after_any_call_to_mlflow_loses_nothing_and_doubles_nothing(run, calls):
     table = run.folder.evaluation(2)
     table.parent.mkdir()
     table.write_text("row_id,tokens,logp,completion\n007,3,-1.5,1\n008,4,nan,=a\n")
     run.run.log_artifact(table)
     run.run.finish("FINISHED")
-    for call, number in CALLS.items():
-        assert killed_after(mlflow.MlflowClient, call, number, run.send), call
+    for call in calls:
+        assert killed_after(mlflow.MlflowClient, call, CLIENT_CALLS[call], run.send), call
     run.send()
     client = open_store(run.store.address)
     drawn = {
@@ -265,12 +341,13 @@ def test_a_tracker_that_hangs_holds_no_other_up_and_is_told_later(
 ):
     goes_on = held_up(monkeypatch, "files")
     for status in tracking.WAIT_SECONDS:
-        monkeypatch.setitem(tracking.WAIT_SECONDS, status, 5.0)
+        monkeypatch.setitem(tracking.WAIT_SECONDS, status, 2.0)
     options = TrackingOptions(uri=mlflow_store.address, trackers=BOTH)
     home = tmp_path / "cache"
     (home / "_align").mkdir(parents=True)
     with recorded(options, home, "precompute-ref") as run:
         run.log_metrics({"rows": 16.0}, step=4)
+        wait_until(lambda: "mlflow" in run.run_ids)
     assert mlflow_store.stored(run.run_ids["mlflow"]).numbers == [("rows", 4, 16.0)]
     (warning,) = warnings_in(caplog)
     assert files.address in warning

@@ -86,7 +86,7 @@ def test_a_service_that_is_killed_costs_a_warning_and_no_number(tmp_path, monkey
     folder = run_folder(tmp_path)
     run = begin(folder, "", trackers=ALONE)
     wait_until(lambda: run.run_ids)
-    entered = learn(run, range(1, 20), at=(10, kill_service))
+    entered = learn(run, range(1, 20), at=(10, kill_service), pause=0.01)
     assert "align.stages.tracking.metrics_log.MetricsLog.append" in entered
     assert not any(name.startswith(("wandb", wandb_tracker.__name__)) for name in entered)
     run.finish("FINISHED")
@@ -152,11 +152,12 @@ def test_online_a_killed_run_is_resumed_as_the_same_with_each_line_once(tmp_path
     before = timed(folder.root)
     kill(first)
     run_id = first.run_ids["wandb"]
-    wait_until(lambda: len(wandb_server.rows.get(run_id, ())) == 33)
+    tear_down()  # by itself wandb sends every 15 seconds
+    assert len(wandb_server.rows[run_id]) == 33
+    assert wandb_server.exit_codes.pop(run_id) == 1
     assert wandb_server.runs[run_id]["notes"] == "What it is."
     wandb_server.runs[run_id]["notes"] = "What I made of it."
     folder.sent.unlink()  # nobody noted how far it was
-    tear_down()
     second = begin(folder, "", trackers=ALONE, keep_through=20)
     for step in range(21, 36):
         second.log_metrics({"loss": 100.0 + step}, step=step)
@@ -175,7 +176,9 @@ def test_a_server_that_stops_answering_gets_the_rest_later(
     folder = run_folder(tmp_path)
     run = begin(folder, "", trackers=ALONE)
     learn(run, range(1, 11))
-    wait_until(lambda: wandb_server.rows.get(run.run_ids.get("wandb")))
+    run.finish("KILLED")
+    run = begin(folder, "", trackers=ALONE, keep_through=10)
+    wait_until(lambda: wandb_tracker.OPEN_RUNS)
     wandb_server.hang()
     learn(run, range(11, 21))
     run.finish("FINISHED")
