@@ -20,7 +20,7 @@ from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking.mlflow_silence import ENVIRONMENT
 from support.command import Answer
 from support.trainings import Course, Server, fork_server
-from support.worlds import make_world
+from support.worlds import make_shallow_world
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, and every process of a test wants both
 os.environ |= SHORT_SPINS  # stage 1 computes with the threads of its plan
@@ -167,7 +167,7 @@ def tokenizer_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
     """A tokenizer, an untrained model and sixty preferences."""
-    return make_world(tmp_path_factory.mktemp("small") / "world", rows=60, pretrain_steps=0)
+    return make_shallow_world(tmp_path_factory.mktemp("small") / "world", rows=60)
 
 
 @pytest.fixture(scope="session")

@@ -3,15 +3,26 @@
 import json
 import shutil
 from dataclasses import replace
+from multiprocessing.forkserver import ensure_running
 
 import pytest
 
 from align.schemas.config import CacheOptions, Config, ModelOptions, TrackingOptions
 from align.schemas.data_options import DataOptions, TokenOptions
+from align.stages.tracking.mlflow_sqlite import make_store
+from support.mlflow_runs import open_store
 from support.mlflow_server import serving
 from support.stage_one import contents, run
 from support.trainings import KILLED
 from support.worlds import make_data
+
+
+def pytest_runtest_setup():
+    """Begins what children of tests are forked from, which has imported stage 1.
+
+    Who first asks for a child decides what that is, and it may be align, which imports less.
+    """
+    ensure_running()
 
 
 @pytest.fixture(scope="session")
@@ -75,9 +86,31 @@ def clean_of_flawed(flawed_file, tokenizer_folder, tmp_path_factory):
     return contents(folder)
 
 
+@pytest.fixture(scope="session")
+def new_store(tmp_path_factory):
+    """Copies a store of MLflow without runs to a folder or path: to make one takes seconds."""
+    made = tmp_path_factory.mktemp("made") / "mlflow.db"
+    make_store(f"sqlite:///{made}", open_store)
+    return lambda place: f"sqlite:///{shutil.copy(made, place)}"
+
+
 @pytest.fixture(scope="module")
-def shared_mlflow_server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server")) as server:
+def uri(new_store, tmp_path_factory):
+    """The address of a store of the module's own."""
+    return new_store(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture
+def own_uri(new_store, tmp_path):
+    """The address of a store of the test's own."""
+    return new_store(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def shared_mlflow_server(new_store, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    new_store(folder / "server.db")
+    with serving(folder) as server:
         yield server
 
 

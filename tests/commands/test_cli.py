@@ -20,7 +20,7 @@ from support.stage_one import contents
 from support.tracked_training import logged_numbers
 
 
-def test_no_flag_is_needed_and_nothing_is_written_but_the_cache_and_the_store(journey):
+def test_no_flag_is_needed_and_only_cache_and_store_are_written(journey):
     assert journey.answer.code == 0, journey.answer
     assert "60 rows, 240 completions" in journey.answer.out
     _, follows = journey.answer.out.split("next: align ")  # the command that comes next, as it is
@@ -127,7 +127,7 @@ def imported_by(folder, *commands, code=0):
     return {*done.splitlines()[-1].split()}
 
 
-def test_what_computes_nothing_imports_no_heavy_package(tmp_path):
+def test_light_commands_import_no_heavy_package(tmp_path):
     imported = imported_by(tmp_path, ["--help"], ["config"], ["init"])
     assert "align.cli" in imported
     assert not HEAVY & imported
@@ -136,7 +136,7 @@ def test_what_computes_nothing_imports_no_heavy_package(tmp_path):
     assert not HEAVY - {"numpy"} & methods  # whose columns the methods' rows are declared by
 
 
-def test_what_is_not_there_is_refused_before_torch_is_imported(
+def test_mistakes_are_refused_before_torch_is_imported(
     tmp_path,
 ):
     (tmp_path / "rows.jsonl").touch()
@@ -166,7 +166,7 @@ def test_methods_are_listed_with_their_formulas_and_explained_one_by_one():
 
 
 @pytest.mark.filterwarnings("ignore")  # of MLflow, which runs in this process here
-def test_a_store_is_told_all_of_a_run_that_it_missed_and_nothing_twice(course, tmp_path):
+def test_mlflow_sync_sends_what_was_missed_once(course, tmp_path):
     """It cannot be made while the folder it is to lie in is a file."""
     run, place = tmp_path / "run", tmp_path / "store"
     place.touch()

@@ -61,7 +61,7 @@ def flags_of(command, *words):
         return [word for one in context.command.get_params(context) for word in one.opts]
 
 
-def test_every_option_of_a_method_is_a_flag_of_what_trains_and_a_sweep_takes_what_a_training_does():
+def test_options_of_methods_are_flags_of_train_plan_and_sweep():
     found = {}
     for command in ("train", "plan", "sweep"):
         found[command] = flags_of(command, "--method", "kto")
@@ -74,7 +74,7 @@ def test_every_option_of_a_method_is_a_flag_of_what_trains_and_a_sweep_takes_wha
     assert [*map(takes_several, (*names, "lora.targets"))] == [True] * 3 + [False] * 3
 
 
-def test_a_set_is_used_or_refused_by_name_and_with_what_serves_in_its_place():
+def test_a_set_is_used_or_refused_with_its_replacement():
     for name in flatten(Config()):
         assert [command for command in COMMANDS if reads(command, name)]
         for command in ("precompute-ref", "score", "train", "sweep", "verify", "rounds"):
@@ -96,7 +96,7 @@ def value_of(name):
     return (default or "x") if isinstance(default, str) else VALUES[type(default)]
 
 
-def test_a_name_of_another_tool_is_answered_with_the_setting_that_is_meant_and_is_on_the_page():
+def test_names_of_other_tools_get_a_hint_and_a_line_of_the_page():
     own = {"lr": "train.lr", "train.max_length": "tokens.max_length"}
     for name, setting in (OURS | own).items():
         with refuses(UsageError, f"'{setting}'"):
@@ -122,9 +122,7 @@ def opened(cache, **flags):
     return check(load_settings(given, [], file=None, command="train"))
 
 
-def test_training_refuses_a_model_beside_it_that_is_not_the_caches(
-    journey, world, here, monkeypatch
-):
+def test_a_model_that_is_not_the_caches_is_refused(journey, world, here, monkeypatch):
     other = shutil.copytree(world.model, here / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
@@ -144,9 +142,7 @@ def test_training_refuses_a_model_beside_it_that_is_not_the_caches(
         assert opened(journey.cache).begins_as.path == str(world.model)
 
 
-def test_a_library_that_is_missing_is_named_before_data_or_a_model_is_looked_at(
-    here, journey, monkeypatch
-):
+def test_a_missing_library_is_named_first(here, journey, monkeypatch):
     data, train = ("nowhere.jsonl", "--model", "nowhere"), ("train", "--method", "dpo")
     own = [name for name in TRACKERS if tracker_of(name).library]
     for library in ("ray", "peft", *(tracker_of(name).library for name in own)):

@@ -110,20 +110,14 @@ PUBLISHED = (
 )
 
 
-@dataclass(frozen=True)
-class Table:
-    """The folder of a person, and what commands leave in it that nobody stopped."""
-
-    person: Person
-
-    def whole(self, name):
-        """What a command publishes that is given once, after those whose output it reads."""
-        folder = self.person.folder / "whole" / name
-        if not folder.exists():
-            if needs := STEPS[name].needs:
-                self.whole(needs)
-            self.person.gives(*words(name, folder))
-        return published(folder)
+def whole(person, name):
+    """What a command publishes that nobody stopped, after those whose output it reads."""
+    folder = person.folder / "whole" / name
+    if not folder.exists():
+        if needs := STEPS[name].needs:
+            whole(person, needs)
+        person.gives(*words(name, folder))
+    return published(folder)
 
 
 def words(name, output):
@@ -138,7 +132,7 @@ def published(folder):
 
 
 @pytest.fixture(scope="module")
-def table(server, world, reward_model, tmp_path_factory):
+def person(server, world, reward_model, tmp_path_factory):
     """Five prompts, as many pairs, a model and a reward model."""
     folder = tmp_path_factory.mktemp("table")
     (folder / "model").symlink_to(world.model)
@@ -149,38 +143,38 @@ def table(server, world, reward_model, tmp_path_factory):
     # Nothing is copied from what nobody stopped.
     (folder / "align.yaml").write_text("cache:\n  reuse_known: false\n")
     write_settings(folder, world, rounds={"count": 1}, cache={"reuse_known": False})
-    return Table(Person(server, folder, {"OMP_NUM_THREADS": "1"}))
+    return Person(server, folder, {"OMP_NUM_THREADS": "1"})
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_killed_command_ends_as_one_that_is_not(table, name, tmp_path):
-    whole, given = table.whole(name), words(name, tmp_path / "out")
-    assert whole
+def test_a_killed_command_ends_as_one_that_is_not(person, name, tmp_path):
+    expected, given = whole(person, name), words(name, tmp_path / "out")
+    assert expected
     for place in STEPS[name].kills:
         moment, _, visit = place.partition("@")
-        answer = table.person.tries(*given, faults=f"{moment}=kill@{visit or 1}")
+        answer = person.tries(*given, faults=f"{moment}=kill@{visit or 1}")
         assert answer.code == KILLED, (place, answer)
-    said = table.person.gives(*given).out
-    assert published(tmp_path / "out") == whole
+    said = person.gives(*given).out
+    assert published(tmp_path / "out") == expected
     require_paid_once(tmp_path / "out")
     # Given once more, it has nothing to make and says the same of what is there.
-    again = table.person.gives(*given)
+    again = person.gives(*given)
     assert not WORK.search(again.err), again.err
-    assert published(tmp_path / "out") == whole
+    assert published(tmp_path / "out") == expected
     assert again.out.splitlines()[0] == said.splitlines()[0]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", STEPS)
-def test_a_command_killed_a_little_later_each_time_ends_as_one_that_is_not(table, name, tmp_path):
+def test_a_command_killed_a_little_later_each_time_ends_as_one_that_is_not(person, name, tmp_path):
     """Before its nth change of the disk, a larger n each time, until it ends."""
-    whole, given = table.whole(name), words(name, tmp_path / "out")
+    expected, given = whole(person, name), words(name, tmp_path / "out")
     for number in count(1, 2):
-        answer = table.person.tries(*given, faults=f"before:*=kill@{number}")
+        answer = person.tries(*given, faults=f"before:*=kill@{number}")
         if answer.code == 0:
             break
         assert answer.code == KILLED, answer
-    assert published(tmp_path / "out") == whole
+    assert published(tmp_path / "out") == expected
     require_paid_once(tmp_path / "out")
 
 
@@ -200,13 +194,13 @@ KILLS_A_PART = {
 
 
 @pytest.mark.parametrize("name", KILLS_A_PART)
-def test_the_whole_command_ends_what_a_killed_part_has_begun(table, name, tmp_path):
-    whole, given = table.whole(name), words(name, tmp_path / "out")
-    killed = table.person.tries(*given, "--part", "1/2", faults=f"{KILLS_A_PART[name]}=kill")
+def test_the_whole_command_ends_what_a_killed_part_has_begun(person, name, tmp_path):
+    expected, given = whole(person, name), words(name, tmp_path / "out")
+    killed = person.tries(*given, "--part", "1/2", faults=f"{KILLS_A_PART[name]}=kill")
     assert killed.code == KILLED, killed
-    said = table.person.gives(*given, "--part", "2/2").out
+    said = person.gives(*given, "--part", "2/2").out
     require_names(said, "part 2/2", tmp_path / "out", "--part")
     tables = {"manifest.json", "samples.parquet", "judged.parquet"}
     assert not tables & published(tmp_path / "out").keys()
-    table.person.gives(*given)
-    assert published(tmp_path / "out") == whole
+    person.gives(*given)
+    assert published(tmp_path / "out") == expected

@@ -87,9 +87,7 @@ def test_samples_of_another_folder_are_compared_by_prompt_and_number(tmp_path, s
     assert (found.rate, found.ties, found.n, found.unjudged) == (0.5, 1 / 3, 3, 3)
 
 
-def test_no_judgment_is_bought_twice_also_after_damage_or_for_more_samples(
-    tmp_path, samples, judged
-):
+def test_no_judgment_is_bought_twice(tmp_path, samples, judged):
     stub = StubJudge()
     first, rows = judged(samples, stub, by="pairwise")
     asked = len(stub.asked)
@@ -143,9 +141,7 @@ def test_an_answer_without_a_verdict_is_counted_and_never_guessed(samples, judge
 
 
 @pytest.mark.parametrize(("by", "order"), [("rubric", (1, 2)), ("pairwise", (2, 1))])
-def test_parts_make_what_one_process_makes_and_share_what_the_judge_cannot_take(
-    tmp_path, judged, order, by
-):
+def test_parts_make_what_one_process_makes(tmp_path, judged, order, by):
     texts = {f"Q{at}": ["7", "3 " + "x" * 9000 * (at < 2)] for at in range(6)}
     samples = sample_table(tmp_path / "s", texts)
     whole, rows = judged(samples, StubJudge(longest=5000), by=by, output=tmp_path / "whole")
@@ -215,9 +211,7 @@ SCORED = [
         ("pairwise", SCORED, (1, 1), (0, 1)),
     ],
 )
-def test_a_judge_is_calibrated_on_pairs_and_on_the_best_and_the_worst_of_scored_data(
-    tmp_path, by, rows, agrees, ties
-):
+def test_a_judge_is_calibrated_on_pairs_and_scored_data(tmp_path, by, rows, agrees, ties):
     found = measured(tmp_path, StubJudge(), by, rows)
     assert (found["agrees with gold, where it decides"], found["ties"]) == (agrees, ties)
     assert found["not judged"] == (0, ties[1])
@@ -254,9 +248,7 @@ def test_a_local_model_that_answers_nonsense_gives_no_score(world, tmp_path, jud
     assert judge_sampler(config).model == ModelOptions(path=str(world.model))
 
 
-def test_of_ranks_the_one_that_publishes_a_table_says_so_and_the_others_find_it(
-    tmp_path, monkeypatch
-):
+def test_of_ranks_one_publishes_a_table(tmp_path, monkeypatch):
     samples = sample_table(tmp_path / "s", TEXTS, answer=["7", "2"])
     words = ("judge", samples, "--by", "exact", "--output", tmp_path / "out", "--no-mlflow")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -67,9 +67,7 @@ def test_a_run_stopped_at_every_named_place_ends_in_the_same_bytes(flawed, clean
         ("after:fsync_folder:commits", "commits/*.json", True),
     ],
 )
-def test_no_bit_that_flips_between_two_runs_reaches_a_cache(
-    config, clean, tmp_path, place, files, is_told
-):
+def test_no_flipped_bit_reaches_a_cache(config, clean, tmp_path, place, files, is_told):
     """A file that is named as damaged is removed, and the command given again."""
     child(config, f"{place}=kill").join(PATIENCE)
     (work,) = unfinished_work(Cache(Path(config.cache.output)))
@@ -104,10 +102,6 @@ def watched(before):
     """The stub, whose batches, one for each unit, are counted before they are scored."""
     numbers = itertools.count(1)
     return StubReference(scoring=lambda _: before(next(numbers)))
-
-
-def is_writing():
-    return threading.current_thread().name.startswith("align-write")
 
 
 def test_a_shard_is_scored_while_its_neighbours_are_read_and_written(config, clean, monkeypatch):
@@ -145,7 +139,7 @@ def test_a_shard_that_cannot_be_written_ends_the_run_with_its_error(config, clea
         assert number == 1 or failed.wait(PATIENCE)
 
     def full(op):
-        if is_writing():
+        if threading.current_thread().name.startswith("align-write"):
             failed.set()
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -159,12 +153,6 @@ def test_a_shard_that_cannot_be_written_ends_the_run_with_its_error(config, clea
     assert contents(config.cache.output) == clean
 
 
-def kept_by(stop):
-    """How many completions a stopped run says that it keeps."""
-    (said,) = re.findall(r"reused [\d,]+ of ([\d,]+)", str(stop))
-    return int(said.replace(",", ""))
-
-
 def test_a_signal_reports_what_is_committed(config, clean):
     def before(number):
         if number == 4:
@@ -175,7 +163,8 @@ def test_a_signal_reports_what_is_committed(config, clean):
     (work,) = unfinished_work(Cache(Path(config.cache.output)))
     commits = work.done()
     assert len(commits) == 3  # the third was being written
-    assert kept_by(stop.value) == sum(one.branches for one in commits.values())
+    (kept,) = re.findall(r"reused [\d,]+ of ([\d,]+)", str(stop.value))
+    assert int(kept.replace(",", "")) == sum(one.branches for one in commits.values())
     run(config)
     assert contents(config.cache.output) == clean
 

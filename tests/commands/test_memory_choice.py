@@ -233,15 +233,9 @@ def new_facts(training_world, tmp_path):
     return replace(facts, policy=replace(facts.policy, path=str(tmp_path)))
 
 
-@pytest.fixture
-def never_recomputes(monkeypatch):
-    """Llama as one of the architectures of transformers that have no gradient checkpointing."""
+def test_a_model_that_cannot_recompute_is_trained(training_world, new_facts, monkeypatch):
+    """As some architectures of transformers have no gradient checkpointing."""
     monkeypatch.setattr(LlamaPreTrainedModel, "supports_gradient_checkpointing", False)
-
-
-def test_a_model_that_cannot_recompute_is_trained_by_what_is_left(
-    never_recomputes, training_world, new_facts
-):
     config = asked(training_world).config
     choice = chosen(config, within(new_facts, 0))
     assert {*choice.nearest.changes} == {"train.tokens_per_batch"}
@@ -267,7 +261,7 @@ def without_kernel(self, states):
 
 
 @pytest.mark.parametrize("forward", [by_content, one_by_one, without_kernel])
-def test_a_model_that_cannot_be_planned_is_trained_without_a_plan_unless_one_is_asked_for(
+def test_a_model_that_cannot_be_planned_is_trained(
     new_facts, training_world, forward, monkeypatch, caplog
 ):
     monkeypatch.setattr(LlamaMLP, "forward", forward)

@@ -63,8 +63,8 @@ def synced_exactly(folder, **where):
     return first, told
 
 
-@pytest.mark.parametrize("is_deaf", [True, False])
-def test_a_store_that_is_slow_or_deaf_holds_nothing_up_and_learns_all_later(
+@pytest.mark.parametrize("is_deaf", [pytest.param(True, marks=pytest.mark.long), False])
+def test_a_slow_or_silent_store_holds_nothing_up(
     tmp_path, mlflow_server, caplog, monkeypatch, is_deaf
 ):
     folder = run_folder(tmp_path)
@@ -92,9 +92,7 @@ def test_a_store_that_is_slow_or_deaf_holds_nothing_up_and_learns_all_later(
     assert len(told.inputs.dataset_inputs) == len(told.outputs.model_outputs) == 1
 
 
-def test_a_server_that_comes_back_is_told_what_it_missed_and_one_that_dies_only_the_rest(
-    tmp_path, mlflow_server, caplog, monkeypatch
-):
+def test_a_server_that_comes_back_gets_the_rest(tmp_path, mlflow_server, caplog, monkeypatch):
     monkeypatch.setattr(tracking, "SECONDS_PER_TICK", 0.05)
     monkeypatch.setattr(tracking, "RETRY_SECONDS", 0.2)
     folder = run_folder(tmp_path)
@@ -140,7 +138,7 @@ def planted(tmp_path, store, **facts):
 
 
 @pytest.mark.parametrize("status", ["KILLED", "FINISHED"])
-def test_a_run_that_was_killed_is_told_as_its_own_ending_says(tmp_path, uri, status):
+def test_a_killed_run_is_recorded_as_its_ending_says(tmp_path, uri, status):
     """A killed one may have left a model, of a first length; a finished one says so itself."""
     folder = planted(tmp_path, uri)
     folder.model.mkdir()

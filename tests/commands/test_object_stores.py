@@ -102,7 +102,7 @@ def test_both_stages_in_a_store_end_as_on_a_disk(person, bucket, world, cache_on
     person.gives(*again, "--output", "next", *one_step)
 
 
-def test_a_cache_whose_maker_is_killed_ends_as_one_on_a_disk(person, bucket, world, cache_on_disk):
+def test_a_killed_cache_in_a_store_ends_as_on_a_disk(person, bucket, world, cache_on_disk):
     """Each time it goes on on a machine that has nothing of the one before."""
     words = making(world, f"{bucket}/cache")
     for fault in ("after:put:*/commits/*.json=kill@2", "before:put:*/manifest.json=kill"):
@@ -113,9 +113,7 @@ def test_a_cache_whose_maker_is_killed_ends_as_one_on_a_disk(person, bucket, wor
 
 
 @pytest.mark.parametrize("parts", [(), ("2/2", "1/2")])
-def test_machines_that_share_nothing_but_the_store_make_one_cache(
-    person, bucket, world, cache_on_disk, parts
-):
+def test_machines_share_nothing_but_the_store(person, bucket, world, cache_on_disk, parts):
     """Two of which neither knows of the other, or parts, the last of which completes the cache."""
     machines, answers = [], []
     for number in range(2):

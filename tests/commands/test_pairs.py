@@ -81,9 +81,7 @@ def by_hand(tokenizer_folder, data):
         *(("scored", 1), ("scored_long", 3)),
     ],
 )
-def test_a_cache_holds_each_record_as_it_is_tokenized_by_itself(
-    config, data, by_hand, shape, num_pairs
-):
+def test_a_cache_holds_each_record_as_tokenized_alone(config, data, by_hand, shape, num_pairs):
     config = replace(
         config,
         data=DataOptions(files=[str(getattr(data, shape))]),
@@ -116,9 +114,7 @@ def require_sums(rows):
             assert logp == pytest.approx(sum(tokens), rel=1e-12)
 
 
-def test_a_row_that_cannot_have_a_mismatch_is_rejected_by_its_name(
-    config, tokenizer_folder, tmp_path
-):
+def test_a_row_without_a_mismatch_is_rejected(config, tokenizer_folder, tmp_path):
     prompt = "word " * 20 + "end:"  # there is room for one token more
     rows = [
         {"prompt": prompt, "completion": " yes maybe so", "label": True},

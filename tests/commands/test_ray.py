@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,10 @@ from align.pipeline.parts import Part
 from align.schemas.errors import ServerError, UsageError
 from align.stages.storage.cache import Cache
 from align.stages.storage.cache_work import unfinished_work
-from support.command import refusal, start
+from support.command import said_by
 from support.deadly import refused, slow
 from support.patience import PATIENCE, wait_until
-from support.ray_cluster import LOOPBACK, descendants, name_of, two_nodes
+from support.ray_cluster import FOUND, LOOPBACK, descendants, name_of, two_nodes
 from support.rooms import TESTS
 from support.stage_one import child, contents, run
 from support.stub_reference import StubReference
@@ -45,31 +44,15 @@ def child_on_ray(config, *, scoring=slow, **how):
     return child(config, environment=LOOPBACK, reference=reference, **how)
 
 
-def has_committed(config, shards):
-    """Whether so many shards are committed, of a cache that is not complete yet."""
-    works = unfinished_work(Cache(Path(config.cache.output)))
-    return sum(len([*work.commits.glob("[0-9]*.json")]) for work in works) >= shards
+def committed(config):
+    """How many shards are committed of a cache that is not complete yet."""
+    (work,) = unfinished_work(Cache(Path(config.cache.output)))
+    return len([*work.commits.glob("[0-9]*.json")])
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
-)
-def test_a_stopped_run_leaves_the_cluster_as_it_was(on_ray, clean, cluster, tmp_path, number):
-    stopped = child_on_ray(on_ray, stderr=tmp_path / "said")
-    wait_until(lambda: has_committed(on_ray, 3))
-    os.kill(stopped.pid, number)
-    stopped.join(PATIENCE)
-    assert stopped.exitcode == 128 + number
-    assert "completions" in (tmp_path / "said").read_text()
-    wait_until(lambda: not cluster.actors())
-    assert (
-        run(replace(on_ray, scoring=replace(on_ray.scoring, executor="inline"))).counts.shards < 6
-    )
-    assert contents(on_ray.cache.output) == clean
-
-
-def test_what_an_actor_refuses_is_the_message_of_the_run(on_ray, cluster, tmp_path):
-    stopped = child_on_ray(on_ray, scoring=refused, stderr=tmp_path / "said")
+def test_an_actors_refusal_is_the_runs_message(on_ray, cluster, tmp_path):
+    alone = replace(on_ray, scoring=replace(on_ray.scoring, ray_workers=1))
+    stopped = child_on_ray(alone, scoring=refused, stderr=tmp_path / "said")
     wait_until(cluster.actors)
     assert {actor.environ()["USE_HUB_KERNELS"] for actor in cluster.actors()} == {"0"}
     stopped.join(PATIENCE)
@@ -94,16 +77,9 @@ except ServerError as error:
 
 
 def test_an_item_at_which_three_actors_die_is_named_and_ends_the_run(cluster):
-    found = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, "-c", KILLS, cluster.address],
-        env=os.environ | LOOPBACK | {"PYTHONPATH": found},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert str([0, 1, 2, 3, 4, 5, 6, 8]) in done.stdout, done.stderr
-    assert "shard 7" in done.stdout
+    said = said_by(sys.executable, "-c", KILLS, cluster.address, cwd=TESTS, **LOOPBACK)
+    assert str([0, 1, 2, 3, 4, 5, 6, 8]) in said
+    assert "shard 7" in said
 
 
 def test_a_cluster_that_cannot_be_joined_is_named(config, tmp_path):
@@ -117,19 +93,15 @@ def test_a_cluster_that_cannot_be_joined_is_named(config, tmp_path):
     assert "Traceback" not in said
 
 
-def test_ray_has_no_parts_and_a_number_of_actors(world, tmp_path):
-    words = ("precompute-ref", world.data.paired, "--model", world.model, "--output", tmp_path)
-    on_ray = (*words, "--executor", "ray", "--no-mlflow")
-    assert "--executor" in refusal(2, *on_ray, "--part", "1/2")
-    assert "ray_workers" in refusal(2, *on_ray, "--set", "scoring.ray_workers=some")
-
-
 @pytest.mark.parametrize("number", [0, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
-def test_a_cluster_of_its_own_ends_with_the_run(journey, tmp_path, number):
-    """Though one of its actors is killed."""
-    cache = tmp_path / "cache"
-    words = ("precompute-ref", journey.folder / "data.parquet", "--output", cache, "--no-mlflow")
-    process = start(*words, "--executor", "ray", cwd=tmp_path)
+def test_a_cluster_of_its_own_ends_with_the_run(config, clean, number):
+    """Though its actor is killed, or the run itself."""
+    options = {"executor": "ray", "ray_workers": 1}
+    process = child(
+        replace(config, scoring=replace(config.scoring, **options)),
+        reference=StubReference(scoring=slow),
+        environment={"PYTHONPATH": FOUND},
+    )
     own = psutil.Process(process.pid)
     wait_until(lambda: descendants(own, "_Actor"))
     every, (worker, *_) = descendants(own), descendants(own, "_Actor")
@@ -144,19 +116,26 @@ def test_a_cluster_of_its_own_ends_with_the_run(journey, tmp_path, number):
     assert listening
     assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     if number:
-        process.send_signal(number)
+        os.kill(process.pid, number)
     else:
         worker.kill()
-    _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == -number, err
+    process.join(PATIENCE)
+    assert process.exitcode == -number
     wait_until(lambda: not [one for one in every if one.is_running() and name_of(one)])
-    assert number or contents(cache) == contents(journey.cache)
+    assert number or contents(config.cache.output) == clean
 
 
-def test_a_node_that_is_killed_in_the_middle_changes_no_byte(on_ray, clean, cluster):
+def test_a_stopped_run_and_a_killed_node_change_no_byte(on_ray, clean, cluster, tmp_path):
     """The last of these tests: the cluster has one node from here on."""
-    made = child_on_ray(on_ray)
-    wait_until(lambda: has_committed(on_ray, 3))
+    stopped = child_on_ray(on_ray, stderr=tmp_path / "said")
+    wait_until(lambda: committed(on_ray) > 1)
+    os.kill(stopped.pid, signal.SIGTERM)  # whose handler Ray replaces by its own
+    stopped.join(PATIENCE)
+    assert stopped.exitcode == 128 + signal.SIGTERM
+    assert "completions" in (tmp_path / "said").read_text()
+    wait_until(lambda: not cluster.actors())
+    made, before = child_on_ray(on_ray), committed(on_ray)
+    wait_until(lambda: committed(on_ray) > before)
     cluster.kill_second_node()
     made.join(PATIENCE)
     assert made.exitcode == 0

@@ -34,6 +34,8 @@ TABLE = {
         "pairs.parquet --set train.lr=1": "2 train.lr train`",
         "pairs.parquet --model model --no-scored --token-logps": "2 cache.token_logps cache.scored",
         "pairs.parquet --model model --no-scored --reuse cache": "2 cache.reuse cache.scored",
+        "pairs.parquet --model model --executor ray --part 1/2": "2 --executor",
+        "pairs.parquet --model model --set scoring.ray_workers=some": "2 scoring.ray_workers some",
     },
     "run rows.jsonl --model empty": {
         "": "2 --method",
@@ -247,9 +249,7 @@ def desk(course, world, reward_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("words", "said"), ROWS)
-def test_a_refusal_names_what_is_to_be_changed_and_makes_nothing(
-    desk, here, monkeypatch, words, said
-):
+def test_a_refusal_names_what_to_change_and_makes_nothing(desk, here, monkeypatch, words, said):
     for path in desk.iterdir():
         (here / path.name).symlink_to(path)
     before = {*here.rglob("*")}

@@ -144,16 +144,12 @@ def test_names_of_files_and_their_order_make_no_other_cache(config, data_rows, t
     for row in (row for shard in shards for row in pq.read_table(shard).to_pylist()):
         file, number = row["source"].values()
         stem = names[file].removesuffix(".jsonl").removeprefix("twin of ")
-        assert row["prompt_key"] == key_of(parts[stem][number])
+        prompt = parts[stem][number]["prompt"]
+        record = TextRow(0, 0, prompt, ("",), (Role.CHOSEN,), (None,))
+        assert row["prompt_key"] == prompt_keys_of([record]).tobytes()
     lost = pq.read_table(tmp_path / name / manifest.rejected.file).to_pylist()
     assert len(lost) == 3
     assert all(names[row["file"]] == row["file_name"] for row in lost)
-
-
-def key_of(row):
-    """The key of a prompt of plain text."""
-    record = TextRow(0, 0, row["prompt"], ("",), (Role.CHOSEN,), (None,))
-    return prompt_keys_of([record]).tobytes()
 
 
 CHANGES = {
@@ -243,17 +239,14 @@ def test_rows_that_are_missing_are_prepared_again_and_no_score_is_lost(config, c
     shards = [name for name in clean if name.startswith("data/")]
     every = ("*.json", "*.arrow")
     for gone in (*((kind,) for kind in every), every):
-        lose(shutil.copytree(killed, output), gone)
+        shutil.copytree(killed, output)
+        (work,) = unfinished_work(Cache(output))
+        for kind in gone:
+            (path,) = work.encoded.glob(kind)
+            path.unlink()
         assert run(config).counts.shards == len(shards) - 4
         assert contents(output) == clean, gone
         shutil.rmtree(output)
-
-
-def lose(cache, kinds):
-    (work,) = unfinished_work(Cache(cache))
-    for kind in kinds:
-        (path,) = work.encoded.glob(kind)
-        path.unlink()
 
 
 def shards_of(folder):

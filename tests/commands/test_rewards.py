@@ -51,9 +51,7 @@ def score(data, folder, *more):
 
 
 @pytest.mark.parametrize("shape", ["scored", "paired_chat"])
-def test_scores_are_those_of_the_model_itself_and_are_kept(
-    world, reward_model, own_score, tmp_path, shape
-):
+def test_scores_are_those_of_the_model_itself(world, reward_model, own_score, tmp_path, shape):
     data, options = getattr(world.data, shape), ("--reward-model", reward_model)
     first = score(data, tmp_path / "out", *options)
     before = contents(tmp_path / "out" / "cache")
@@ -98,9 +96,7 @@ def judged(folder, samples, model):
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_samples_are_judged_by_the_scores_of_the_model_itself(
-    reward_model, own_score, tmp_path, chat
-):
+def test_samples_are_judged_by_the_models_scores(reward_model, own_score, tmp_path, chat):
     samples = sample_table(tmp_path / "s", TEXTS, chat=chat)
     _, rows = judged(tmp_path / "out", samples, reward_model)
     *scored, blank = sorted(rows, key=lambda row: row["number"] == 3)

@@ -81,18 +81,16 @@ def test_a_policy_wins_where_its_score_is_above_that_of_the_policy_before(played
     first = lines[1]["metrics"]
     assert first["held_out/win_rate/first"] == first["held_out/win_rate/previous"]
     assert first["held_out/samples"] == len(played.held_out)
-    before, after = (
-        scores_in(played.folder / f"round-{number:03d}" / "eval-judged") for number in (1, 2)
-    )
+    scores = []
+    for number in (1, 2):
+        table = played.folder / f"round-{number:03d}" / "eval-judged" / "judged.parquet"
+        rows = pl.read_parquet(table, columns=["prompt_key", "number", "score"]).iter_rows()
+        scores.append({(key, number): score for key, number, score in rows})
+    before, after = scores
     points = [(after[key] > before[key]) + (after[key] == before[key]) / 2 for key in after]
     assert points.count(0.5) < len(points)
     rate = lines[2]["metrics"]["held_out/win_rate/previous"]
     assert rate == pytest.approx(sum(points) / len(points))
-
-
-def scores_in(judged):
-    rows = pl.read_parquet(judged / "judged.parquet", columns=["prompt_key", "number", "score"])
-    return {(key, number): score for key, number, score in rows.iter_rows()}
 
 
 OTHERS = {
@@ -103,9 +101,7 @@ OTHERS = {
 }
 
 
-def test_rounds_with_other_settings_or_without_their_last_model_are_refused(
-    played, world, tmp_path
-):
+def test_rounds_of_other_settings_are_refused(played, world, tmp_path):
     for names, changes in OTHERS.items():
         refusal(4, "rounds", played.write(tmp_path, world, **changes), names=names)
     model = played.folder / "round-003" / "run" / "model" / "config.json"
@@ -179,23 +175,17 @@ def test_rounds_stop_below_the_win_rate(played, world, tmp_path):
     assert len(lines_of(played.folder)) == 4
 
 
-# In the middle of a training, and in the second round when only its line is missing.
-KILLS = ("after:update=kill@2", "before:rename:rounds.jsonl=kill@2")
-# Before the nth change of the disk, a little later each time; the last is never reached.
-MANY_KILLS = [f"before:*=kill@{number}" for number in range(3, 700, 11)]
-
-
-@pytest.mark.parametrize(
-    "places", [KILLS, pytest.param(MANY_KILLS, marks=pytest.mark.long)], ids=["few", "many"]
-)
-def test_rounds_that_are_killed_end_as_those_that_are_not(played, world, server, tmp_path, places):
+@pytest.mark.long
+def test_rounds_that_are_killed_end_as_those_that_are_not(played, world, server, tmp_path):
+    """Before the nth change of the disk, a little later each time; the last is never reached."""
     path, codes = write_settings(tmp_path, world), []
-    for place in places:
+    for number in range(3, 700, 11):
+        place = f"before:*=kill@{number}"
         codes.append(server.run("rounds", path, faults=(place,), cwd=tmp_path).code)
         if codes[-1] == 0:
             break
     assert {*codes} <= {0, KILLED}
-    assert codes.count(KILLED) >= min(5, len(places))
+    assert codes.count(KILLED) > 4
     assert server.run("rounds", path, cwd=tmp_path).code == 0
     assert lines_of(tmp_path / "out") == played.lines[0]
     # An answer that is stored is not sampled again.

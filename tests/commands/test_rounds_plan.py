@@ -45,7 +45,7 @@ def test_rounds_stop_at_the_bounds_and_at_nothing_else(rate, growth, options, st
     assert bool(stop_reason(2, metrics, RoundsOptions(**options))) == stops
 
 
-def test_slices_follow_from_content_and_seed_and_are_fresh_until_all_prompts_were_used():
+def test_prompts_of_rounds_are_fresh_until_all_were_used():
     made = [Prompt(f"p{place}") for place in range(10)]
     rounds = [prompts_of_round(made, number, 4, 0) for number in (1, 2, 3)]
     drawn = [prompt.text for one in rounds for prompt in one]
@@ -128,9 +128,7 @@ def test_what_cannot_work_is_refused_before_any_work(world, tmp_path, changes, n
         open_rounds(load_settings({}, [], file=path))
 
 
-def test_rounds_of_grpo_sample_as_the_policy_is_unless_another_way_is_meant(
-    world, tmp_path, monkeypatch
-):
+def test_rounds_of_grpo_sample_as_the_policy_is(world, tmp_path, monkeypatch):
     assert opened(tmp_path, world, **GRPO).config.train.method == "grpo"
     meant = {"method": "grpo", "other_sampling": True}
     opened(tmp_path, world, **GRPO | {"train": meant, "sample": {"temperature": 0.7}})

@@ -64,20 +64,19 @@ def test_each_policy_is_served_in_turn_and_nothing_is_asked_again(here, world):
     assert len(events(here / "events")) == len(asked) * 2 + 5 * 3
 
 
-@pytest.mark.parametrize(
-    ("words", "settings", "named"),
-    [
-        (("--says", "error"), {}, ("CUDA out of memory",)),
-        (("--says", "nothing"), {"serve_timeout": 0.5}, ("rounds.serve_timeout",)),
-        (("--dies-after", "5"), {}, ("dies in the middle",)),
-    ],
+# Words of the stub, settings of rounds, and what the error names.
+FAILURES = (
+    (("--says", "error"), {}, "CUDA out of memory"),
+    (("--says", "nothing"), {"serve_timeout": 0.5}, "rounds.serve_timeout"),
+    (("--dies-after", "5"), {}, "dies in the middle"),
 )
-def test_a_server_that_fails_ends_rounds_by_its_last_lines_and_costs_no_answer(
-    here, world, words, settings, named, monkeypatch
-):
-    path = served(here, world, *words, rounds={**FEW, **settings})
+
+
+def test_a_failing_server_is_named_and_costs_no_answer(here, world, monkeypatch):
     log = Path("out") / "round-000" / "server.log"
-    refusal(ServerError.exit_code, "rounds", path, names=("rounds.serve", log, *named))
+    for words, settings, named in FAILURES:
+        path = served(here, world, *words, rounds={**FEW, **settings})
+        refusal(ServerError.exit_code, "rounds", path, names=("rounds.serve", log, named))
     _, answered = counts(here / "events")
     # With a command that works the same rounds resume, also where the model has moved.
     shutil.copytree(world.model, here / "moved")
@@ -112,6 +111,7 @@ def test_killed_at_drawn_points_no_stored_answer_is_asked_again(world, server, t
     assert len({*lines}) == len(lines) == len(asked)
 
 
+@pytest.mark.long
 def test_a_real_server_samples_for_a_round(here, world, monkeypatch):
     # It samples only where the model's own settings do, and looks for the hub's cache.
     model = shutil.copytree(world.model, here / "model")

@@ -37,17 +37,14 @@ def settings_of(here, world):
     return write
 
 
-def test_a_budget_is_that_of_all_rounds_a_judge_may_move_and_mlflow_hears_of_every_verb(
-    settings_of, here, no_mlflow_settings
-):
-    uri = f"sqlite:///{here}/mlflow.db"
+def test_all_rounds_share_one_budget(settings_of, here, own_uri, no_mlflow_settings):
     with chat_server(prefers_letters) as first:
-        spent = play(settings_of(first, uri=uri, max_tokens=MOST_TOKENS))
+        spent = play(settings_of(first, uri=own_uri, max_tokens=MOST_TOKENS))
         assert spent.code == 75, spent
         assert MOST_TOKENS <= first.tokens <= MOST_TOKENS + OF_AN_ANSWER
         assert (here / "out" / "round-001" / "judged" / "judged.parquet").is_file()
     with chat_server(prefers_letters) as second:
-        assert play(settings_of(second, uri=uri)).code == 0
+        assert play(settings_of(second, uri=own_uri)).code == 0
         bought = first.answered + second.answered
         left = lines_of(here / "out")
     with chat_server(prefers_letters) as third:
@@ -56,7 +53,7 @@ def test_a_budget_is_that_of_all_rounds_a_judge_may_move_and_mlflow_hears_of_eve
     assert lines_of(here / "out") == left != []
     metrics = left[1]["metrics"]
     require_compared(metrics, bought)
-    require_recorded(open_store(uri), metrics)
+    require_recorded(open_store(own_uri), metrics)
 
 
 def require_compared(metrics, bought):

@@ -45,7 +45,7 @@ def words_of(run):
     return html.unescape(re.sub(r"<[^>]*>", " ", (run / "report.html").read_text()))
 
 
-def test_every_evaluation_writes_down_completions_of_the_cache_that_add_up(whole_run, course):
+def test_tables_of_evaluations_add_up(whole_run, course):
     rows = {row["row_id"]: row for row in pq.read_table(course.cache / "data").to_pylist()}
     assert list(RunFolder(whole_run).evaluations()) == [0, 3, 6]
     for step in (0, 3, 6):
@@ -108,7 +108,7 @@ def test_the_head_tells_a_run_from_others(whole_run, course, tmp_path):
     assert "--resume auto" not in words_of(whole_run)
 
 
-def test_a_run_that_is_not_finished_says_why_its_last_good_step_and_what_to_do(tmp_path):
+def test_an_unfinished_run_says_why_and_what_to_do(tmp_path):
     folder = write_long_run(tmp_path / "run", steps=60, evaluated=2)
     known = RunEnding("failed", 60, 100, RunIdentity("", 1, 0, {}, {}), (), "lower <b>train.lr</b>")
 
@@ -130,9 +130,7 @@ def test_a_run_that_is_not_finished_says_why_its_last_good_step_and_what_to_do(t
     assert "60 of 100" in said()
 
 
-def test_a_page_shows_no_cache_but_that_of_its_run_and_names_steps_that_were_not_applied(
-    whole_run, course, training_world, tmp_path
-):
+def test_a_page_shows_its_cache_and_steps_not_applied(whole_run, course, training_world, tmp_path):
     run, moved = shutil.copytree(whole_run, tmp_path / "run"), tmp_path / "moved"
     (run / "_align" / "ending.json").unlink()
     whole = [json.dumps({"step": step, "rank": 0, "row_ids": []}) for step in (7, 4, 7, 8)]
@@ -183,9 +181,7 @@ def test_a_table_that_fails_in_any_way_ends_no_run(training_world, tmp_path, mon
     assert sum("KeyError: 'token'" in one.getMessage() for one in caplog.records) == 2
 
 
-def test_text_is_written_where_it_is_asked_for_and_no_log_ratio_without_a_reference(
-    whole_run, course, tmp_path, world
-):
+def test_text_is_written_where_it_is_asked_for(whole_run, course, tmp_path, world):
     assert {"prompt", "completion"}.isdisjoint(lines_of(whole_run, 0)[0])
     course.run(
         tmp_path / "run",
@@ -210,7 +206,7 @@ def test_text_is_written_where_it_is_asked_for_and_no_log_ratio_without_a_refere
     assert "log(policy / reference)" not in words_of(tmp_path / "run")
 
 
-def with_margins(run, folder, margins, prompts=None):
+def with_margins(run, folder, margins):
     """A copy of a run whose last table has these margins of rewards, by the ids of rows."""
     path = RunFolder(shutil.copytree(run, folder)).evaluation(6)
     head = (*NAMES, *COLUMNS["log-ratios"], REWARD)
@@ -218,9 +214,8 @@ def with_margins(run, folder, margins, prompts=None):
         writer = csv.writer(sink, lineterminator="\n")
         writer.writerow(head)
         for number, (row_id, margin) in enumerate(margins.items()):
-            prompt = (prompts or {}).get(row_id, row_id)
             for role, reward in (("chosen", margin), ("rejected", 0.0)):
-                writer.writerow([number, row_id, prompt, role, 5, -1.0, -2.0, 1.0, reward])
+                writer.writerow([number, row_id, row_id, role, 5, -1.0, -2.0, 1.0, reward])
     return folder
 
 
@@ -270,18 +265,3 @@ def test_the_best_of_several_runs_is_named_with_those_that_may_be_as_good(whole_
     assert ("near" in alike, "far" in alike) == (True, False)
     assert ("near" in apart, "far" in apart) == (False, True)
     assert ranking({"top": folders["top"]}) == ("", ())
-
-
-def test_a_run_is_ahead_by_prompts_not_by_the_rows_of_one(whole_run, tmp_path):
-    """A alone is right on 12 prompts of one row, B alone on one prompt of 20 rows."""
-    names = [f"r{number:02}" for number in range(32)]
-    prompts = dict.fromkeys(names[12:], "one")
-    of_few = {name: -1.0 if name in prompts else 1.0 for name in names}
-    of_many = {name: 1.0 if name in prompts else -1.0 for name in names}
-    few = with_margins(whole_run, tmp_path / "few", of_few, prompts)
-    many = with_margins(whole_run, tmp_path / "many", of_many, prompts)
-    text = diff_runs(few, many).text()
-    require_names(text, "A: 12", "B: 1", f"{28 / 8192:.3g}")
-    assert re.search(r"^([AB]) is ", text, re.MULTILINE)[1] == "A"
-    best, (_, alike, *_) = ranking({one.name: RunFolder(one) for one in (few, many)})
-    assert (best, "few" in alike) == ("many", True)

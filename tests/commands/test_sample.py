@@ -11,15 +11,7 @@ from align.schemas.samples import Distribution
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.tables import TableFolder, read_table
 from support.refusals import refuses
-from support.sampling import (
-    BATCH,
-    CountingSampler,
-    config_of,
-    exit_code_of_child,
-    run_sampling,
-    write_prompts,
-)
-from support.trainings import KILLED
+from support.sampling import CountingSampler, config_of, run_sampling, write_prompts
 
 TEXTS = [f"question {number}" + " more" * (number % 3) for number in range(12)]
 
@@ -44,9 +36,7 @@ def table(tmp_path):
     return lambda: read_table(TableFolder(tmp_path / "out", "samples"))[1]
 
 
-def test_every_prompt_gets_its_samples_and_the_manifest_counts_what_the_table_holds(
-    config, counting, table
-):
+def test_every_prompt_gets_its_samples(config, counting, table):
     made = run_sampling(config, counting)
     found, counts = table(), made.manifest.counts
     assert (made.counts.new, made.counts.known, made.manifest.rows) == (48, 0, 48)
@@ -65,9 +55,7 @@ def test_every_prompt_gets_its_samples_and_the_manifest_counts_what_the_table_ho
     assert counting.lines() == before
 
 
-def test_more_samples_or_prompts_in_another_order_draw_only_what_is_missing(
-    tmp_path, counting, prompts_file, table
-):
+def test_only_missing_samples_are_drawn(tmp_path, counting, prompts_file, table):
     run_sampling(config_of(prompts_file, tmp_path / "out", n=8), counting)
     before = table()
     more = run_sampling(config_of(prompts_file, tmp_path / "out", n=12), counting)
@@ -79,9 +67,7 @@ def test_more_samples_or_prompts_in_another_order_draw_only_what_is_missing(
     assert table()["prompt"].to_list()[::12] == TEXTS[::-1]
 
 
-def test_other_settings_or_another_model_are_other_samples(
-    tmp_path, config, counting, prompts_file
-):
+def test_other_settings_or_models_are_other_samples(tmp_path, config, counting, prompts_file):
     run_sampling(config, counting)
     for change in ({"temperature": 0.5}, {"seed": 1}, {"max_new_tokens": 9}):
         changed = config_of(prompts_file, tmp_path / "out", **change)
@@ -99,9 +85,7 @@ def test_other_settings_or_another_model_are_other_samples(
     )
 
 
-def test_rows_that_repeat_a_prompt_or_cannot_be_used_are_counted_and_too_many_refused(
-    tmp_path, counting
-):
+def test_repeated_and_unusable_rows_are_counted(tmp_path, counting):
     prompts_file = write_prompts(tmp_path / "p.jsonl", ["a", "", None, "b", "a"])
     config = config_of(prompts_file, tmp_path / "out")
     with refuses(BadDataError, "2 of 5", "p.jsonl row 1", "empty_prompt"):
@@ -114,9 +98,7 @@ def test_rows_that_repeat_a_prompt_or_cannot_be_used_are_counted_and_too_many_re
     assert (counts["rows_that_repeat_a_prompt"], counts["rows_that_cannot_be_used"]) == (1, 2)
 
 
-def test_parts_make_the_table_of_the_whole_and_tell_each_other_what_the_model_refuses(
-    tmp_path, prompts_file, config
-):
+def test_parts_make_the_table_of_the_whole(tmp_path, prompts_file, config):
     counting = CountingSampler(tmp_path / "log", refuses="question 1")  # 1, 10 and 11
     whole = run_sampling(config_of(prompts_file, tmp_path / "whole"), counting)
     assert whole.manifest.counts["prompts_refused"] == 3
@@ -150,33 +132,9 @@ def test_what_cannot_be_sampled_is_refused(tmp_path, config, counting, journey):
         run_sampling(config, counting)
 
 
-def test_parts_of_a_table_in_a_store_need_a_folder_of_answers_that_all_see(prompts_file, counting):
+def test_parts_in_a_store_need_a_folder_of_answers(prompts_file, counting):
     there = config_of(prompts_file, "s3://bucket/out")
     in_a_store = config_of(prompts_file, "out", answers="s3://bucket/answers")
     for config, part in ((there, Part(1, 2)), (in_a_store, None)):
         with refuses(UsageError, "sample.answers"):
             run_sampling(config, counting, part=part)
-
-
-@pytest.mark.parametrize(
-    ("fault", "kept"),
-    [
-        ("before:fsync:answers-*.jsonl", 2 * BATCH),  # the system has them, and no power was lost
-        ("after:fsync:answers-*.jsonl", 2 * BATCH),
-        ("before:rename:samples.parquet", len(TEXTS) * 4),
-        ("after:rename:samples.parquet", len(TEXTS) * 4),
-    ],
-)
-def test_a_kill_at_any_place_of_writing_loses_nothing_that_was_kept(
-    tmp_path, config, prompts_file, counting, fault, kept
-):
-    made = run_sampling(config_of(prompts_file, tmp_path / "whole"), counting).manifest
-    sampler = CountingSampler(tmp_path / "killed-log")
-    visit = 2 if "answers" in fault else 1
-    assert exit_code_of_child(config, sampler, f"{fault}=kill@{visit}") == KILLED
-    before = len(sampler.drawn())
-    assert run_sampling(config, sampler).manifest == made
-    assert len(set(sampler.drawn())) == len(TEXTS) * 4
-    assert len(sampler.drawn()) - before == len(TEXTS) * 4 - kept
-    # A draft without content stays: its writer may live, and not have locked it yet.
-    assert not [path for path in tmp_path.rglob(".*.tmp") if path.stat().st_size]

@@ -10,6 +10,7 @@ import pytest
 from support.asking import echo
 from support.chat_server import chat_server
 from support.command import align, refusal
+from support.mlflow_runs import open_store
 from support.trainings import KILLED
 
 KEY = "planted-key-52c7e0b9aa"
@@ -36,7 +37,7 @@ def completions(here):
     return {(row["prompt"], row["number"]): row["completion"] for row in rows}
 
 
-def test_more_samples_in_another_order_cost_what_is_missing_of_the_same_model(sample_words, here):
+def test_only_missing_samples_are_bought(sample_words, here):
     with chat_server(echo, faults={500: 0.1, "cut": 0.1}) as stub:
         assert align(*sample_words(stub, "-n", 2)).code == 0
         first = completions(here)
@@ -51,7 +52,7 @@ def test_more_samples_in_another_order_cost_what_is_missing_of_the_same_model(sa
         assert stub.answered.total() == 8 * 2
 
 
-def test_a_dead_server_and_a_spent_budget_end_with_a_code_of_their_own(sample_words, here):
+def test_a_dead_server_and_a_spent_budget_have_own_codes(sample_words, here):
     with chat_server(echo, faults={500: 1.0}) as stub:
         refusal(69, *sample_words(stub, "--set", "server.retries=1"), names=("same command",))
     with chat_server(echo) as stub:
@@ -64,9 +65,7 @@ def test_a_dead_server_and_a_spent_budget_end_with_a_code_of_their_own(sample_wo
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.long)])
-def test_a_kill_at_any_point_asks_again_at_most_what_was_in_flight(
-    server, sample_words, here, kills
-):
+def test_a_kill_asks_again_what_was_in_flight(server, sample_words, here, kills):
     """Ended after a drawn number of answers, once that many more were given."""
     ends = [(signal.SIGKILL, KILLED), (signal.SIGTERM, 128 + signal.SIGTERM)] * (kills // 2)
     drawn = random.Random(7)
@@ -83,9 +82,7 @@ def test_a_kill_at_any_point_asks_again_at_most_what_was_in_flight(
     assert stub.answered.total() <= 8 * 40 + kills * CONCURRENCY
 
 
-def test_the_key_stands_in_no_file_and_in_nothing_that_is_said(
-    sample_words, here, no_mlflow_settings
-):
+def test_the_key_is_never_shown(sample_words, here, own_uri, no_mlflow_settings):
     with chat_server(echo, key=KEY, faults={500: 0.2}) as stub:
         worked = align(*sample_words(stub, "-n", 2, with_mlflow=True))
         assert worked.code == 0
@@ -93,14 +90,12 @@ def test_the_key_stands_in_no_file_and_in_nothing_that_is_said(
         failed = refusal(2, *sample_words(stub, "-n", 4, with_mlflow=True))
     assert "Bearer ***" in failed
     files = [path for path in here.rglob("*") if path.is_file()]
-    assert {"samples.parquet", "mlflow.db"} <= {path.name for path in files}
+    assert open_store(own_uri).get_experiment_by_name("align")
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
     assert KEY not in worked.out + worked.err + failed
 
 
-def test_a_server_needs_a_package_that_is_named_with_the_way_to_install_it(
-    sample_words, monkeypatch
-):
+def test_a_missing_package_is_named(sample_words, monkeypatch):
     monkeypatch.setattr("align.pipeline.tables.samplers.find_spec", lambda _: None)
     with chat_server(echo) as stub:
         names = ("server.url", "openai", "align-cached-reference[server]")

@@ -95,7 +95,7 @@ TOOLS = [{"type": "function", "function": {"name": "look"}}]
 GIVEN = {"tools": json.dumps(TOOLS), "chat_template_kwargs": '{"thinking": false}'}
 
 
-def test_stage_one_reads_every_kind_of_rows_and_prompts_and_equal_input_gives_equal_bytes(here):
+def test_stage_one_reads_every_kind_of_rows(here):
     chat = [said("user", name) for name in ("a", "b")]
     answers = [*ANSWERS, *(json.dumps(said("assistant", answer)) for answer in ANSWERS)]
     given = {name: pl.lit(value) for name, value in GIVEN.items()}
@@ -244,7 +244,7 @@ def test_what_is_refused_leaves_no_output_or_the_one_that_was_there(here):
     refusal(5, "select", "judged", names=("judged.parquet",))
 
 
-def test_answers_as_alpaca_eval_has_them_and_scored_rows_are_judged_and_selected_from(here):
+def test_alpaca_eval_and_scored_rows_are_judged_and_selected(here):
     answers = {"m1": ("a", "one"), "m2": ("b", "alone"), "m3": ("a", "one two")}
     rows = [
         {"instruction": asked, "output": text, "generator": name}

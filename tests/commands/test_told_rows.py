@@ -88,11 +88,6 @@ def row_shown(config, *, part=None):
     return progress.row
 
 
-def texts(line):
-    """The quoted texts in a line."""
-    return [json.loads(text) for text in re.findall(r'"(?:[^"\\]|\\.)*"', line)]
-
-
 def test_the_row_that_is_shown_once_is_one_that_is_scored(to):
     config = to(kl_pairs=2)
     first, prompt, *lines = row_shown(config)
@@ -103,7 +98,8 @@ def test_the_row_that_is_shown_once_is_one_that_is_scored(to):
     assert prompt.startswith(f"  prompt, {len(row['prompt_ids'])} tokens: ")
     for line, ids in zip(lines, row["completion_ids"][:3], strict=True):
         assert f", {len(ids)} tokens: " in line
-        assert "".join(texts(line)) == backend.decode(ids, skip_special_tokens=True)
+        texts = [json.loads(text) for text in re.findall(r'"(?:[^"\\]|\\.)*"', line)]
+        assert "".join(texts) == backend.decode(ids, skip_special_tokens=True)
     assert row_shown(config) == []  # it is complete
     parts = to(kl_pairs=0, output=f"{config.cache.output}-without")
     second, first = (row_shown(parts, part=Part(number, 2)) for number in (2, 1))

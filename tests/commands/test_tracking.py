@@ -116,9 +116,7 @@ def kill_at(config, fault):
     assert process.exitcode == -9
 
 
-def test_a_store_that_is_down_costs_one_warning_and_is_told_all_by_mlflow_sync(
-    down, clean, mlflow_server, caplog
-):
+def test_a_store_that_was_down_gets_all_by_mlflow_sync(down, clean, mlflow_server, caplog):
     """Also of a run that was killed before."""
     kill_at(down, "after:fsync_folder:commits=kill@2")
     done = run(down)
@@ -142,7 +140,7 @@ def test_a_store_that_is_down_costs_one_warning_and_is_told_all_by_mlflow_sync(
     assert not unsent_runs(folder.root)
 
 
-def test_runs_that_were_killed_are_ended_by_mlflow_sync_whatever_lies_there(tracked):
+def test_mlflow_sync_ends_killed_runs(tracked):
     """The last of them is killed when its cache is whole: nothing is left to be done."""
     home = output_of(tracked).root
     kill_at(tracked, "after:fsync_folder:commits=kill")

@@ -27,7 +27,7 @@ def cache(course, world, tmp_path_factory):
     return folder / "cache"
 
 
-def test_a_killed_run_goes_on_with_the_same_rows_and_a_plan_counts_them(course, cache, tmp_path):
+def test_a_killed_run_resumes_with_the_same_draws(course, cache, tmp_path):
     words = ("--cache", cache, *WEIGHTS, "--batch-size", 16, "--max-steps", 0, "--epochs", 2)
     measured = (
         "--eval-fraction",

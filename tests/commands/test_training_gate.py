@@ -40,9 +40,7 @@ def test_another_tokenizer_or_chat_template_is_refused(course, policy):
     refused(course, "--model", policy, names=("tokenizer.vocabulary: ",))
 
 
-def test_another_reference_is_refused_unless_it_is_asked_for_or_none_is_read(
-    course, policy, tmp_path
-):
+def test_another_reference_is_refused_unless_asked_for(course, policy, tmp_path):
     content = bytearray((policy / "model.safetensors").read_bytes())
     content[-4] ^= 1  # the last bit of the last weight
     (policy / "model.safetensors").write_bytes(content)
@@ -78,7 +76,7 @@ def test_numbers_that_are_not_the_references_are_refused_by_all_ranks(course, wo
 ONE_STEP = ("--method", "dpo", "--max-steps", 1, "--batch-size", 4, "--no-mlflow")
 
 
-def test_a_run_takes_the_file_beside_its_cache_and_a_folder_where_one_failed_to_begin(course, here):
+def test_a_run_takes_the_file_beside_its_cache(course, here):
     project = here / "project"
     project.mkdir()
     (project / "cache").symlink_to(course.cache)

@@ -29,9 +29,7 @@ LABELS = {"pairs": (Role.CHOSEN, Role.REJECTED), "labels": (Role.DESIRABLE, Role
 
 
 @pytest.mark.parametrize(("method", "cache"), [("reward", "pairs"), ("reward_binary", "labels")])
-def test_others_load_a_reward_model_and_get_the_scores_of_the_training(
-    training_world, tmp_path, method, cache
-):
+def test_others_load_a_reward_model(training_world, tmp_path, method, cache):
     folder = getattr(training_world, cache)
     run = trained(job(folder, method, tmp_path, epochs=4))
     assert run.measured.after["eval/loss"] < 0.9 * run.measured.before["eval/loss"]

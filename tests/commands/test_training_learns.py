@@ -43,9 +43,7 @@ def test_methods_learn_to_separate_good_answers_from_bad(three_hundred_pairs, tm
 
 
 @pytest.mark.numeric
-def test_a_run_makes_one_model_and_needs_nothing_of_the_reference_but_its_cache(
-    training_world, tmp_path
-):
+def test_a_run_needs_only_the_cache_of_the_reference(training_world, tmp_path):
     shutil.copytree(training_world.model, tmp_path / "model")
     shutil.copy(training_world.pairs.with_suffix(".parquet"), tmp_path)
     cache = scored(tmp_path, "pairs", kl_pairs=1)

@@ -29,31 +29,21 @@ pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.fixture(scope="module")
-def make(training_world, tmp_path_factory):
-    """Makes a cache of rows given as columns."""
-    root = tmp_path_factory.mktemp("needs")
-
-    def made(name, *, carry=(), stage="precompute-ref", **columns):
-        pq.write_table(pa.table(columns), root / f"{name}.parquet")
-        flags = {"model.path": str(training_world.model), "cache.output": str(root / name)}
-        sets = {"cache.token_logps": True, "data.carry": list(carry), "tracking.mlflow": False}
-        sets["tokens.max_length"] = 512  # as of the other caches
-        config = load_settings(flags, sets, file=None, data=[str(root / f"{name}.parquet")]).config
-        precompute(config, HfReference(config.model), progress=Silent(), stage=stage)
-        return root / name
-
-    return made
-
-
-@pytest.fixture(scope="module")
-def scored_groups(make):
-    """Eight groups of three: scores 1, 2 and 6, but of two groups 5, 5 and 5."""
-    return make(
-        "scored",
-        prompt=[f"Say the number {n}." for n in range(8)],
-        completions=[[f"It is {n}.", f"Here: {n}.", f"{n} and more"] for n in range(8)],
-        scores=[[5.0] * 3 if n < 2 else [1.0, 2.0, 6.0] for n in range(8)],
-    )
+def scored_groups(training_world, tmp_path_factory):
+    """A cache of eight groups of three: scores 1, 2 and 6, but of two groups 5, 5 and 5."""
+    folder = tmp_path_factory.mktemp("needs")
+    columns = {
+        "prompt": [f"Say the number {n}." for n in range(8)],
+        "completions": [[f"It is {n}.", f"Here: {n}.", f"{n} and more"] for n in range(8)],
+        "scores": [[5.0] * 3 if n < 2 else [1.0, 2.0, 6.0] for n in range(8)],
+    }
+    pq.write_table(pa.table(columns), folder / "scored.parquet")
+    flags = {"model.path": str(training_world.model), "cache.output": str(folder / "cache")}
+    sets = {"cache.token_logps": True, "tracking.mlflow": False, "tokens.max_length": 512}
+    data = [str(folder / "scored.parquet")]
+    config = load_settings(flags, sets, file=None, data=data).config
+    precompute(config, HfReference(config.model), progress=Silent())
+    return folder / "cache"
 
 
 class NeverOpened(HfReference):
@@ -63,9 +53,7 @@ class NeverOpened(HfReference):
         raise AssertionError("a forward pass")
 
 
-def test_a_cache_that_is_not_scored_is_made_without_a_forward_and_serves_what_needs_none(
-    training_world, here
-):
+def test_an_unscored_cache_serves_what_needs_no_scores(training_world, here):
     """Its trainings are those of a scored cache of the same rows, bit for bit."""
 
     next_steps = []
@@ -150,9 +138,7 @@ def test_only_grpo_and_ppo_refuse_samples_that_the_reference_did_not_draw(scored
     assert told(scored_groups, "dpo") == ""
 
 
-def test_what_reaches_past_the_last_position_is_refused_before_the_first_step(
-    training_world, tmp_path
-):
+def test_rows_past_the_last_position_are_refused(training_world, tmp_path):
     def ending_at(last, method):
         """The longest row of a policy with so many positions."""
         folder = shutil.copytree(training_world.model, tmp_path / str(last), dirs_exist_ok=True)

@@ -34,13 +34,24 @@ ANSWERS = ("--answers", 3, "--answer-tokens", TOKENS)
 
 
 @pytest.fixture(scope="module")
-def finished(course, tmp_path_factory):
-    """Gives the folder of a run with every row of the cache evaluated, `said` beside it."""
+def few(course, world, tmp_path_factory):
+    """A cache of twelve rows, on which runs are evaluated."""
+    folder = tmp_path_factory.mktemp("few")
+    pq.write_table(pq.read_table(world.data.paired).slice(0, 12), folder / "few.parquet")
+    made = ("--model", course.model, "--output", folder / "cache-of-few", "--no-mlflow")
+    answer = course.server.run("precompute-ref", folder / "few.parquet", *made)
+    assert answer.code == 0, answer
+    return folder / "cache-of-few"
+
+
+@pytest.fixture(scope="module")
+def finished(course, few, uri, tmp_path_factory):
+    """Gives the folder of a run that was evaluated, `said` beside it."""
 
     def train(*more):
         run = tmp_path_factory.mktemp("output") / "run"
-        evaluated = ("--eval-fraction", 0, "--set", f"train.eval_cache={course.cache}")
-        tracked = ("--mlflow", "--set", f"tracking.uri={store_of(run)}", "--eval-every", 2)
+        evaluated = ("--eval-fraction", 0, "--set", f"train.eval_cache={few}", "--eval-every", 2)
+        tracked = ("--mlflow", "--set", f"tracking.uri={uri}")
         said = course.run(run, *evaluated, *tracked, *more).err
         (run.parent / "said").write_text(said)
         return run
@@ -62,18 +73,13 @@ def answered(run, course):
     return run
 
 
-def store_of(run):
-    return f"sqlite:///{run.parent}/mlflow.db"
-
-
 def id_in(run):
     return id_on_disk(RunFolder(run))
 
 
-def kept_by_mlflow(run):
+def kept_by_mlflow(uri, run):
     """Every artifact by its name, and where it lies."""
-    uri = run_of(store_of(run), id_in(run)).info.artifact_uri
-    root = Path(uri.removeprefix("file://"))
+    root = Path(run_of(uri, id_in(run)).info.artifact_uri.removeprefix("file://"))
     return {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
 
 
@@ -109,10 +115,9 @@ def agrees(model, run, cache):
     return found == pytest.approx(expected, abs=1e-3)
 
 
-def test_the_saved_model_is_the_policy_that_was_evaluated_last(plain, course):
-    assert agrees(AutoModelForCausalLM.from_pretrained(plain / "model"), plain, course.cache)
-    before = AutoModelForCausalLM.from_pretrained(course.model)
-    assert not agrees(before, plain, course.cache)
+def test_the_saved_model_is_the_policy_that_was_evaluated_last(plain, course, few):
+    assert agrees(AutoModelForCausalLM.from_pretrained(plain / "model"), plain, few)
+    assert not agrees(AutoModelForCausalLM.from_pretrained(course.model), plain, few)
     found, expected = (
         json.loads((folder / "config.json").read_text())
         for folder in (plain / "model", course.model)
@@ -158,13 +163,12 @@ def likeliest(model, prompt, stops):
     return tokens, False
 
 
-def are_its_answers(run, course, before, after):
+def are_its_answers(run, cache, before, after):
     """Whether the run has written down what the two models answer."""
-    stops = Stops.of(Cache(course.cache).manifest().fingerprint).tokens
-    prompts = {
-        row["row_id"]: row["prompt_ids"] for row in pq.read_table(course.cache / "data").to_pylist()
-    }
-    text = AutoTokenizer.from_pretrained(course.model).decode
+    manifest, rows = Cache(cache).manifest(), pq.read_table(cache / "data").to_pylist()
+    stops = Stops.of(manifest.fingerprint).tokens
+    prompts = {row["row_id"]: row["prompt_ids"] for row in rows}
+    text = AutoTokenizer.from_pretrained(manifest.model).decode
     found = read_answers(RunFolder(run).answers)
     assert found["prompt"].n_unique() == 3
     for one in found.iter_rows(named=True):
@@ -177,17 +181,15 @@ def are_its_answers(run, course, before, after):
     return True
 
 
-def test_a_run_shows_what_its_policy_answered_before_training_and_after(plain, course):
+def test_answers_before_and_after_training_are_shown(plain, course, few):
     before, after = map(AutoModelForCausalLM.from_pretrained, (course.model, plain / "model"))
-    assert are_its_answers(plain, course, before, after)
+    assert are_its_answers(plain, few, before, after)
     page = html.unescape(RunFolder(plain).report.read_text())
     for texts in read_answers(RunFolder(plain).answers)["prompt", "before", "after"].iter_rows():
         assert all(text in page for text in texts)
 
 
-def test_a_report_answers_for_a_run_that_has_not_and_a_longer_run_forgets_the_answers(
-    plain, course, tmp_path
-):
+def test_a_longer_run_forgets_its_answers(plain, course, tmp_path):
     run = shutil.copytree(plain, tmp_path / "run")
     RunFolder(run).answers.unlink()
     RunFolder(run).run_record.unlink()
@@ -213,12 +215,12 @@ def test_its_config_file_makes_the_same_model_again(plain, course, tmp_path):
     assert weights(tmp_path / "run") == weights(plain)
 
 
-def test_mlflow_knows_every_number_the_settings_and_what_a_person_looks_at(plain, course):
+def test_mlflow_knows_all_of_a_run(plain, course, few, uri):
     run_id = id_in(plain)
-    assert stored(store_of(plain), run_id) == logged_numbers(plain)
+    assert stored(uri, run_id) == logged_numbers(plain)
     names = {name for name, *_ in logged_numbers(plain)}
     assert {"loss", "lr", "grad_norm", "kl/raw", "speed/tokens_per_second", "eval/loss"} <= names
-    told = run_of(store_of(plain), run_id)
+    told = run_of(uri, run_id)
     manifest = Cache(course.cache).manifest()
     data = Path(manifest.inputs[0].name).stem
     assert told.info.run_name == f"{course.model.parent.name} · kto · {data}"
@@ -233,18 +235,19 @@ def test_mlflow_knows_every_number_the_settings_and_what_a_person_looks_at(plain
         for one in told.inputs.dataset_inputs
     }
     files = {entry.name: entry.sha256 for entry in manifest.inputs}
-    assert given == {**files, course.cache.name: manifest.root}
+    measured_on = Cache(few).manifest().root
+    assert given == {**files, course.cache.name: manifest.root, few.name: measured_on}
     (made,) = told.outputs.model_outputs
     assert made.step == RunFolder(plain).steps()[-1]
-    model = open_store(store_of(plain)).get_logged_model(made.model_id)
+    model = open_store(uri).get_logged_model(made.model_id)
     at_step = measured(plain)[made.step]
     held_out = {name: value for name, value in at_step.items() if name.startswith("eval/")}
     assert {(one.key, one.step, one.value) for one in model.metrics} == {
         (name, made.step, value) for name, value in held_out.items()
     }
     data = {(one.dataset_name, one.dataset_digest) for one in model.metrics}
-    assert data == {(course.cache.name, manifest.root[:36])}
-    kept = kept_by_mlflow(plain)
+    assert data == {(few.name, measured_on[:36])}
+    kept = kept_by_mlflow(uri, plain)
     tables = {f"evaluations/step-0000000{step}.csv" for step in (0, 2, 4, 6)}
     pages = {path.name for path in RunFolder(plain).pages}
     own = {*pages, "config.yaml", "deepspeed.json", "model/README.md", *tables}
@@ -271,8 +274,8 @@ def test_mlflow_knows_every_number_the_settings_and_what_a_person_looks_at(plain
         assert kept[name].read_bytes() == (plain / name).read_bytes()
 
 
-def test_a_finished_run_becomes_a_version_and_learning_on_makes_another(plain, course, tmp_path):
-    store, client = ("--uri", store_of(plain)), open_store(store_of(plain))
+def test_a_finished_run_becomes_a_version(plain, course, uri, tmp_path):
+    store, client = ("--uri", uri), open_store(uri)
 
     def registered(run, *more):
         answer = course.server.run("register", run, "prefs", *more, *store, cwd=tmp_path)
@@ -296,18 +299,18 @@ def test_a_finished_run_becomes_a_version_and_learning_on_makes_another(plain, c
     shutil.rmtree(learned_on / "model")
     refusal(2, "register", learned_on, "prefs", *store, names=(learned_on, "model"))
     # Another store than the run names.
-    refusal(2, "register", plain, "prefs", names=(store_of(plain), "--uri"))
+    refusal(2, "register", plain, "prefs", names=(uri, "--uri"))
     unrecorded = shutil.copytree(plain, tmp_path / "unrecorded")
     RunFolder(unrecorded).run_record.unlink()
     refusal(2, "register", unrecorded, "prefs", *store, names=(unrecorded, "MLflow"))
 
 
-def test_a_model_in_bfloat16_is_uploaded_as_it_was_saved_where_it_is_asked_for(finished):
+def test_a_model_in_bfloat16_is_uploaded_as_it_was_saved(finished, uri):
     run = finished(
         *("--max-steps", 2, "--dtype", "bfloat16", "--set", "tracking.upload_model=true"),
         *("--set", "tracking.system_metrics=true"),
     )
-    kept = kept_by_mlflow(run)
+    kept = kept_by_mlflow(uri, run)
     for path in (run / "model").iterdir():
         assert kept[f"model/{path.name}"].read_bytes() == path.read_bytes()
     assert json.loads((run / "model" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -316,7 +319,7 @@ def test_a_model_in_bfloat16_is_uploaded_as_it_was_saved_where_it_is_asked_for(f
     assert any(name.startswith("system/cpu") for name in measured(run)[2])
 
 
-def test_the_newest_and_the_best_checkpoint_stay_and_record_what_was_measured(plain):
+def test_the_newest_and_the_best_checkpoint_stay(plain):
     at_step = measured(plain)
     best = min((2, 4, 6), key=lambda step: at_step[step]["eval/rewards/rejected"])
     assert best != 6, "the best is another than the newest, or this shows nothing"
@@ -330,21 +333,21 @@ def test_the_newest_and_the_best_checkpoint_stay_and_record_what_was_measured(pl
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_others_load_an_adapter_on_its_base_and_its_merged_model(finished, course):
+def test_others_load_an_adapter_and_its_merged_model(finished, course, few):
     """And a best metric that is never measured is reported."""
     best = ("--set", "train.best=eval/los")
     run = finished("--lora", "--merge", "--set", "lora.rank=4", "--no-mlflow", *best)
     said = (run.parent / "said").read_text()
     assert said.count("'eval/loss'?") == 1
     model = AutoPeftModelForCausalLM.from_pretrained(run / "model")
-    assert agrees(model.eval(), run, course.cache)
+    assert agrees(model.eval(), run, few)
     settings = json.loads((run / "model" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(course.model)
     assert not list((run / "model").glob("model*.safetensors"))
     merged = run / "model-merged"
-    assert agrees(AutoModelForCausalLM.from_pretrained(merged), run, course.cache)
+    assert agrees(AutoModelForCausalLM.from_pretrained(merged), run, few)
     plain = AutoModelForCausalLM.from_pretrained(course.model)
-    assert are_its_answers(answered(run, course), course, plain, model)
+    assert are_its_answers(answered(run, course), few, plain, model)
     tensors, base = (load_file(folder / "model.safetensors") for folder in (merged, course.model))
     assert tensors.keys() == base.keys()
     changed = {name for name in base if not torch.equal(tensors[name], base[name])}
@@ -359,7 +362,7 @@ NF4 = ("--lora", "--set", "lora.quantize=nf4")
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_a_run_in_four_bits_learns_an_adapter_for_the_plain_weights(course, tmp_path):
+def test_a_run_in_four_bits_learns_an_adapter(course, tmp_path):
     folder = tmp_path / "run"
     said = " ".join(course.run(folder, *NF4, "--merge", "--method", "dpo").err.split())
     # The gate says how far from the reference it begins.
@@ -381,8 +384,8 @@ def test_a_run_in_four_bits_learns_an_adapter_for_the_plain_weights(course, tmp_
     assert changed == {name for name in base if "_proj" in name}
 
 
-def test_the_warnings_are_a_tag_of_a_trackers_run(plain, tmp_path):
-    tags = run_of(store_of(plain), id_in(plain)).data.tags
+def test_the_warnings_are_a_tag_of_a_trackers_run(plain, uri, tmp_path):
+    tags = run_of(uri, id_in(plain)).data.tags
     found = write_report(shutil.copytree(plain, tmp_path / "run"))
     seen = [f"{name}: {warning}" for name, warning in found.items()]
     assert tags["align.warnings"] == ("; ".join(seen) or "nothing")

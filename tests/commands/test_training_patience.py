@@ -43,12 +43,14 @@ KILLS = {
         "after:update=kill@2",
         "after:rename:evaluations/*.csv=kill@4",
         "before:rename:checkpoints/step-*=kill@1",
+        "before:held_out=kill@4",
+        "before:rename:ending.json=kill@1",
     ),
     2: ("before:held_out=kill@4", "before:rename:ending.json=kill@1"),
 }
 
 
-@pytest.mark.parametrize("ranks", KILLS)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_run_ends_at_the_same_step_wherever_it_is_killed(course, endless, tmp_path, ranks):
     run, words = tmp_path / "run", (*patient(3), *RESUME)
     whole = course.whole(*patient(3), ranks=ranks)

@@ -82,9 +82,7 @@ def scarce(monkeypatch):
     return lambda: monkeypatch.setattr(Policy, "forward", forward)
 
 
-def test_a_resumed_run_keeps_to_what_fits_and_ends_in_the_same_bits(
-    training_world, tmp_path, scarce
-):
+def test_a_resumed_run_keeps_to_what_fits(training_world, tmp_path, scarce):
     run = tmp_path / "run"
     words = ("--cache", training_world.pairs, "--method", "dpo", "--max-steps", 4, "--no-mlflow")
     sized = ("--tokens-per-batch", 100_000, "--batch-size", 8, "--save-every", 2, "--lr", 1e-3)
@@ -106,9 +104,7 @@ def test_a_resumed_run_keeps_to_what_fits_and_ends_in_the_same_bits(
     require_names(again.err, "100,000", f"{checkpoints[0].state.fits.fits:,}")
 
 
-def test_a_run_ends_when_three_checkpoints_in_a_row_could_not_be_saved(
-    training_world, tmp_path, monkeypatch
-):
+def test_three_failed_checkpoints_in_a_row_end_a_run(training_world, tmp_path, monkeypatch):
     lacks = iter(["no room", "no room", "", "no room", "no room", "no room"])
     monkeypatch.setattr(checkpoint, "lack_of_space", lambda *_: next(lacks))
     words = ("--cache", training_world.pairs, "--output", tmp_path / "run", "--method", "dpo")
@@ -119,9 +115,7 @@ def test_a_run_ends_when_three_checkpoints_in_a_row_could_not_be_saved(
     assert failures(lines) == [1, 2, 4, 5, 6]
 
 
-def test_an_evaluation_is_on_the_disk_before_its_checkpoint_knows_of_it(
-    training_world, tmp_path, monkeypatch
-):
+def test_an_evaluation_is_synced_before_its_checkpoint(training_world, tmp_path, monkeypatch):
     synced, known, fsync, save = {}, [], os.fsync, checkpoint.save_checkpoint
 
     def watched_fsync(file):

@@ -21,7 +21,7 @@ def steps_saved(run):
     return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
 
 
-def test_a_run_that_is_stopped_in_any_way_saves_and_resumes_to_the_same_bits(course, tmp_path):
+def test_a_stopped_run_resumes_to_the_same_bits(course, tmp_path):
     """By its time, by a signal in the middle of a step, and by a kill; each is written down."""
     run, words = tmp_path / "run", ("--save-every", 0, *RESUME)
 
@@ -53,9 +53,7 @@ def test_a_run_that_is_stopped_in_any_way_saves_and_resumes_to_the_same_bits(cou
     require_same(run, course.whole())
 
 
-def test_a_stop_in_an_evaluation_saves_the_step_without_it_and_it_is_made_first_on_resume(
-    course, tmp_path
-):
+def test_a_stopped_evaluation_is_made_on_resume(course, tmp_path):
     """In the middle evaluation, and then in the last one, which are after steps 3 and 6."""
     run, words = tmp_path / "run", ("--save-every", 0, *RESUME)
     for step in (3, 6):
@@ -71,7 +69,7 @@ def test_a_stop_in_an_evaluation_saves_the_step_without_it_and_it_is_made_first_
     require_same(run, course.whole())
 
 
-def test_ranks_save_by_time_alike_and_stop_together_when_one_is_asked_to(course, tmp_path):
+def test_ranks_save_and_stop_together(course, tmp_path):
     """Every moment is too late here, so a checkpoint is saved before each step but the first.
 
     The signal comes in the second batch of the last evaluation, which is made when it goes on.

@@ -1,22 +1,18 @@
 """A real server: `transformers serve`, with a tiny model that it has by its folder."""
 
-import contextlib
 import json
-import os
 import shutil
-import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
 
-import httpx2
 import pytest
 
 from align.schemas.round_options import ServerOptions
 from align.schemas.samples import Prompt, Sampling
+from align.stages.server.policy_server import policy_server
 from align.stages.server.server_sampler import ServerSampler
 from support.asking import chat, collected, wanted_of
+from support.patience import PATIENCE
 from support.refusals import require_names
 
 LENGTH = 12
@@ -25,37 +21,21 @@ CHATS = [chat("which is larger, two or nine?"), chat("say hello")]
 
 
 @pytest.fixture
-def served(world, tmp_path):
-    """The server's address, and its model, whose own settings are to sample."""
+def served(world, tmp_path, monkeypatch):
+    """The address of the server that `rounds.serve` starts, and its model, which is to sample."""
     model = shutil.copytree(world.model, tmp_path / "model")
     settings = json.loads((model / "generation_config.json").read_text())
     (model / "generation_config.json").write_text(json.dumps({**settings, "do_sample": True}))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     # It lists what is in the hub's cache, and fails where there is none.
     (tmp_path / "hub").mkdir()
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    program = str(Path(sys.executable).with_name("transformers"))
-    command = [program, "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-    try:
-        has_begun = False
-        while not has_begun:
-            assert process.poll() is None, (tmp_path / "log").read_text()
-            time.sleep(0.1)
-            with contextlib.suppress(httpx2.TransportError):
-                has_begun = httpx2.get(f"http://127.0.0.1:{port}/health").status_code == 200
-        yield f"http://127.0.0.1:{port}/v1", str(model)
-    finally:
-        process.kill()
-        process.wait()
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    serve = f"{Path(sys.executable).with_name('transformers')} serve {{model}} --port {{port}}"
+    with policy_server(serve, str(model), log=tmp_path / "log", timeout=PATIENCE) as url:
+        yield url, str(model)
 
 
-def test_a_real_server_says_what_transformers_generates_here_and_refuses_what_it_does_not_know(
-    served,
-):
+def test_a_real_server_says_what_transformers_generates(served):
     import torch  # noqa: PLC0415 - takes seconds
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 

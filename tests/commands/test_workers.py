@@ -155,9 +155,7 @@ def test_a_stopped_part_leaves_its_work_for_the_others(config, clean, tmp_path):
     assert contents(config.cache.output) == clean
 
 
-def test_a_signal_inside_a_chat_template_is_not_taken_for_a_bad_row(
-    config, data, tmp_path, monkeypatch
-):
+def test_a_signal_in_a_chat_template_is_no_bad_row(config, data, tmp_path, monkeypatch):
     """Whatever a template raises makes its row bad; a signal is not of the template's making."""
     chat = replace(config, data=DataOptions(files=[str(data.paired_chat)], max_bad_frac=0.1))
     run(replace(chat, cache=replace(chat.cache, output=str(tmp_path / "clean"))))
@@ -211,17 +209,14 @@ def test_two_ranks_that_are_killed_end_in_the_same_bytes(course, world, tmp_path
     assert contents(tmp_path) == contents(course.cache)
 
 
-def test_of_ranks_that_are_launched_together_one_records_a_run(
-    world, tmp_path, monkeypatch, no_mlflow_settings
-):
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+def test_of_ranks_one_records_a_run(world, tmp_path, own_uri, monkeypatch, no_mlflow_settings):
     words = ("precompute-ref", world.data.paired, "--model", world.model)
-    words += ("--output", tmp_path / "cache", "--set", f"tracking.uri={uri}")
+    words += ("--output", tmp_path / "cache", "--set", f"tracking.uri={own_uri}")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
         answer = align(*words)
         assert answer.code == 0, answer
         if rank == "1":
-            assert open_store(uri).get_experiment_by_name("align") is None
-    assert the_run(open_store(uri), "align").info.status == "FINISHED"
+            assert open_store(own_uri).get_experiment_by_name("align") is None
+    assert the_run(open_store(own_uri), "align").info.status == "FINISHED"

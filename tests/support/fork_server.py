@@ -30,6 +30,7 @@ IMPORTED = (
     *("align.stages.tracking.progress", "peft.tuners.lora.bnb", "deepspeed.runtime.zero.muon"),
     *("deepspeed.module_inject.auto_ep_layer", "transformers.models.llama.modeling_llama"),
     *("mlflow.store.tracking.sqlalchemy_workspace_store", "git", "jinja2.debug", "rich.console"),
+    *("align.stages.tracking.mlflow_tracker", "alembic.command", "sqlalchemy.dialects.sqlite"),
 )
 
 

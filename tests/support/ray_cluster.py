@@ -22,6 +22,8 @@ LOOPBACK = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
 }
+# So that its workers find the modules of the tests.
+FOUND = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
 KERNELS = {"USE_HUB_KERNELS": "1"}  # as on machines where the command does not run
 NODE = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "object_store_memory": 128 * 1024 * 1024}
 
@@ -60,11 +62,10 @@ def name_of(process):
 
 @contextmanager
 def two_nodes():
-    """The cluster, whose workers find the modules of the tests."""
-    found = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    """The cluster, as long as the block runs."""
     process = subprocess.Popen(
         [sys.executable, "-m", "support.ray_cluster"],
-        env=os.environ | LOOPBACK | KERNELS | {"PYTHONPATH": found},
+        env=os.environ | LOOPBACK | KERNELS | {"PYTHONPATH": FOUND},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -10,9 +10,7 @@ from align.schemas.config import Config, TrackingOptions
 from align.schemas.data_options import DataOptions
 from align.schemas.round_options import SampleOptions
 from align.schemas.samples import Refused, Sample, Sampler
-from support import disk_faults
-from support.patience import PATIENCE
-from support.stage_one import CHILDREN, Silent
+from support.stage_one import Silent
 
 BATCH = 5
 
@@ -102,16 +100,3 @@ def config_of(prompts, output, **options):
 def run_sampling(config, sampler, *, part=None):
     """Samples in this process."""
     return sample(config, progress=Silent(), part=part, sampler=sampler)
-
-
-def exit_code_of_child(config, sampler, faults):
-    """Samples in a process that meets faults of its disk."""
-    process = CHILDREN.Process(target=_child, args=(config, sampler, faults))
-    process.start()
-    process.join(PATIENCE)
-    return process.exitcode
-
-
-def _child(config, sampler, faults):
-    disk_faults.arm(faults)
-    run_sampling(config, sampler)

@@ -53,6 +53,19 @@ def make_world(folder, *, rows, pretrain_steps):
     return World(folder)
 
 
+def make_shallow_world(folder, *, rows):
+    """The same with an untrained model of two layers."""
+    # As above.
+    from align.stages.demo import tiny_world  # noqa: PLC0415
+    from align.stages.demo.tiny_tokenizer import make_tokenizer  # noqa: PLC0415
+
+    folder.mkdir()
+    tokenizer, shape = make_tokenizer(folder / "tokenizer"), tiny_world.ModelShape(layers=2)
+    tiny_world.make_model(folder / "model", tokenizer, shape=shape, pretrain_steps=0)
+    make_data(folder / "data", rows=rows)
+    return World(folder)
+
+
 def files_under(folder):
     """The files of a folder."""
     endings = {"paired_jsonl": "paired.jsonl", "paired_csv": "paired.csv"}
