@@ -16,26 +16,21 @@ SCORED = {"prompt": "p", "completions": ["a", "b", "c"], "scores": [1, 0.5, -2]}
 LONG = {"prompt": "p", "completion": "c", "score": 3}
 PREFILLED = [user("p"), bot("Sure,")]
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-SIDES = (Role.CHOSEN, Role.REJECTED)
 CHAT = {"prompt": [user("p")], "chosen": [bot("c")], "rejected": [bot("r")]}
 STEER = {"prompt": "p", "response_1": "c", "response_2": "r", "preference_strength": -2}
 
 
 @pytest.mark.parametrize(
-    ("row", "completions", "roles", "scores"),
+    ("columns", "scores"),
     [
-        (PAIRED, ("c", "r"), SIDES, (None, None)),
-        (SCORED, ("a", "b", "c"), (Role.CANDIDATE,) * 3, (1.0, 0.5, -2.0)),
-        (LONG, ("c",), (Role.CANDIDATE,), (3.0,)),
-        (PAIRED | {"score_chosen": "7.5", "score_rejected": 3}, ("c", "r"), SIDES, (7.5, 3.0)),
-        (PAIRED | {"chosen_score": 1, "rejected_score": None}, ("c", "r"), SIDES, (1.0, None)),
+        ({"score_chosen": "7.5", "score_rejected": 3}, (7.5, 3.0)),
+        ({"chosen_score": 1, "rejected_score": None}, (1.0, None)),
     ],
 )
-def test_a_row_is_a_prompt_and_completions_with_roles_and_scores(row, completions, roles, scores):
-    record = record_of(row)
+def test_scores_of_a_pair_may_be_text_or_missing(columns, scores):
+    record = record_of(PAIRED | columns)
     assert (record.file, record.row, record.is_conversation) == (0, 0, False)
-    found = (record.prompt, record.completions, record.roles, record.scores)
-    assert found == ("p", completions, roles, scores)
+    assert (record.prompt, record.completions, record.scores) == ("p", ("c", "r"), scores)
 
 
 def test_labels_say_whether_a_completion_is_desirable():

@@ -7,7 +7,7 @@ from align.stages.data.cells import UNWRAPPED, Wrapping
 from align.stages.data.columns import common_shape, not_read
 from align.stages.data.files import open_inputs
 from align.stages.data.text_rows import read_prompts
-from support.read_rows import bot, user, write_rows
+from support.read_rows import user, write_rows
 
 ENDINGS = ("parquet", "arrow", "jsonl", "json", "csv")
 
@@ -83,18 +83,11 @@ def read(tmp_path):
 SHP = {"history": "a", "human_ref_A": "b", "human_ref_B": "c", "labels": 1}
 BARE = {"chosen": "a b", "rejected": "a c"}
 FORKED = BARE | {"margin": 1, "x": 1, "answer": "b"}
-CHATS = {name: [user("hi"), bot(name)] for name in ("chosen", "rejected")}
-PAST = [user("Hello."), bot("Good day.")]
-TOLD = {name: [*PAST, user("hi"), bot(name)] for name in ("chosen", "rejected")}
 LATE = {"answer": "b", "number": 3, "score_chosen": 2}
 NAMED = {"prompt": "a", "number": 3, "finish": "stop", "x": 1, "y": 2}
 # Files of rows, and what is left out; the texts of prompts, what they carry, and may not carry.
 READ = {
     "a prompt alone": ([[{"prompt": "a"}]], {}, ["a"], [{}]),
-    "a pair": ([[{"prompt": "a", "chosen": "b", "rejected": "c"}]], {}, ["a"], [{}]),
-    "a label": ([[{"prompt": "a", "completion": "b", "label": True}]], {}, ["a"], [{}]),
-    "scores": ([[{"prompt": "a", "completions": ["b", "c"], "scores": [1, 2]}]], {}, ["a"], [{}]),
-    "a score": ([[{"prompt": "a", "completion": "b", "score": 1}]], {}, ["a"], [{}]),
     "an answer": ([[{"prompt": "a", "completion": "b"}]], {}, ["a"], [{}]),
     "an empty pair": ([[{"prompt": "a", "chosen": None, "rejected": ""}]], {}, ["a"], [{}]),
     "answers of its own": (
@@ -117,8 +110,6 @@ READ = {
         ("number", "finish"),
     ),
     "pairs without a prompt": ([[FORKED, FORKED]], {"x": ""}, ["a"] * 2, [{"answer": "b"}] * 2),
-    "conversations without a prompt": ([[CHATS]], {}, [(user("hi"),)], [{}]),
-    "a prompt said in them": ([[{"prompt": "hi"} | TOLD]], {}, [(*PAST, user("hi"))], [{}]),
     "a key that the first rows lack": (
         [[*[{"prompt": "a"}] * 200, {"prompt": "a"} | LATE]],
         {},
@@ -168,13 +159,13 @@ def test_unusable_prompts_are_rejected_with_a_reason(read):
 
 
 @pytest.mark.parametrize(
-    "row", [{"instruction": "a", "answer": "b"}, {"question": "a", "chosen": "b", "rejected": "c"}]
+    ("row", "named"),
+    [
+        ({"instruction": "a", "answer": "b"}, "'instruction'.*--map prompt="),
+        ({"question": "a", "chosen": "b", "rejected": "c"}, "'question'.*--map prompt="),
+        ({"prompt": "What is this?", "images": ["a.png"]}, "'images'"),
+    ],
 )
-def test_a_file_without_a_column_of_prompts_is_refused_with_its_columns(read, row):
-    with pytest.raises(UsageError, match=rf"0\.jsonl.*'{next(iter(row))}'.*--map prompt="):
+def test_rejects_a_file_without_prompts_or_with_images(read, row, named):
+    with pytest.raises(UsageError, match=rf"0\.jsonl.*{named}"):
         read([row])
-
-
-def test_prompts_that_would_be_sampled_without_their_images_are_refused(read):
-    with pytest.raises(UsageError, match="'images'"):
-        read([{"prompt": "What is this?", "images": ["a.png"]}])

@@ -12,7 +12,6 @@ from align.schemas.rows import Role
 from align.stages.data.cells import UNWRAPPED, Wrapping
 from align.stages.data.columns import common_shape, require_scores
 from align.stages.data.files import open_inputs
-from align.stages.data.shapes import SHAPES
 from align.stages.data.text_rows import read_prompts, read_text_rows
 from support.read_rows import bot, parted, user, write_rows
 
@@ -31,7 +30,6 @@ ROWS = {
         "score_chosen": 8.5,
         "score_rejected": 3.0,
     },
-    "trl-lib/ultrafeedback_binarized": {**WHOLE, "score_chosen": 8.5, "score_rejected": 3.0},
     "Anthropic/hh-rlhf": {
         "chosen": f"\n\nHuman: {ASKED}\n\nAssistant: {GOOD}",
         "rejected": f"\n\nHuman: {ASKED}\n\nAssistant: {BAD}",
@@ -52,12 +50,6 @@ ROWS = {
         "chosen_model": "one",
         "rejected_rating": 2.0,
         "rejected_model": "two",
-    },
-    "Intel/orca_dpo_pairs": {
-        "system": "You are brief.",
-        "question": ASKED,
-        "chosen": GOOD,
-        "rejected": BAD,
     },
     "stanfordnlp/SHP": {
         "post_id": "hi6r",
@@ -119,17 +111,6 @@ ROWS = {
         "tokens_1": {"prefix": [1, 2], "completion": [3]},
         "score_1": 1.0,
     },
-    "lmarena-ai/arena-human-preference-55k": {
-        "id": 30192,
-        "model_a": "one",
-        "model_b": "two",
-        "prompt": f'["{ASKED}"]',
-        "response_a": f'["{GOOD}"]',
-        "response_b": f'["{BAD}"]',
-        "winner_model_a": 1,
-        "winner_model_b": 0,
-        "winner_tie": 0,
-    },
     "trl-lib/kto-mix-14k": {"prompt": [HI], "completion": [YES], "label": True},
     "mlabonne/orpo-dpo-mix-40k": {
         "source": "Airoboros",
@@ -137,7 +118,6 @@ ROWS = {
         "prompt": ASKED,
         "question": ASKED,
     },
-    "Skywork/Skywork-Reward-Preference-80K-v0.2": {**WHOLE, "source": "magpie_pro"},
     "openbmb/UltraInteract_pair": {
         "task": "Math",
         "dataset": "one",
@@ -237,9 +217,7 @@ NEMO = {"context": [HI]}
 # What rows of public sets become; the others become CHAT.
 WANTED = {
     "HuggingFaceH4/ultrafeedback_binarized": pair(scores=(8.5, 3.0)),
-    "trl-lib/ultrafeedback_binarized": pair(scores=(8.5, 3.0)),
     "Anthropic/hh-rlhf": pair(HUMAN, f" {GOOD}", f" {BAD}"),
-    "Intel/orca_dpo_pairs": pair(({"role": "system", "content": "You are brief."}, HI)),
     "nvidia/HelpSteer2": pair(margin=2.0),
     "nvidia/HelpSteer3": pair(margin=2.0),
     "openai/webgpt_comparisons": pair(scores=(1.0, -1.0)),
@@ -440,10 +418,12 @@ FILES = [
         ties=2,
     ),
     taken(
-        "arena on Kaggle, the second, with a tie",
+        "arena on Kaggle, with a tie",
+        KAGGLE,
         {**KAGGLE, "response_a": f'["{BAD}"]', "response_b": f'["{GOOD}"]'}
         | {"winner_model_a": 0, "winner_model_b": 1},
         {**KAGGLE, "winner_model_a": 0, "winner_tie": 1},
+        wanted=[CHAT] * 2,
         ties=1,
     ),
     taken("PKU-SafeRLHF safer", {**SAFE, "safer_response_id": 1}),
@@ -604,12 +584,3 @@ def test_a_file_is_read_as_its_format_means_it_or_refused_by_its_columns(tmp_pat
         assert all(
             column in shape.read_as for column in shape.source.values() if column in case.rows[0]
         )
-
-
-def test_every_shape_is_in_the_table(tmp_path):
-    read_as = set()
-    for number, case in enumerate(FILES):
-        if case.wanted or case.name == "AlpacaEval":
-            inputs = open_inputs([write_rows(tmp_path / f"{number}.jsonl", case.rows)])
-            read_as.add(common_shape(inputs, case.mapped).declared)
-    assert read_as == {*SHAPES}

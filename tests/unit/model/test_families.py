@@ -83,15 +83,11 @@ def test_half_precision_keeps_the_tree_and_the_fused_head(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_window_cut_by_index_or_left_out_would_be_noticed(dtype, monkeypatch, caplog):
-    windowed = "mistral", {"sliding_window": WINDOW}
-    template = tree_attention._template
-    monkeypatch.setattr(
-        tree_attention, "_template", lambda prompt, rows, _: template(prompt, rows, None)
-    )
-    assert TreeScorer(tiny_model(*windowed).to(dtype)).path.layout == "tree"
-    monkeypatch.setattr(tree_attention, "_within", lambda batch, window: torch.tensor(True))
-    assert TreeScorer(tiny_model(*windowed, "eager").to(dtype)).path.layout == "plain"
+def test_a_window_that_is_left_out_is_noticed(dtype, monkeypatch, caplog):
+    known = tree_attention.windows_by_kind
+    monkeypatch.setattr(tree_attention, "windows_by_kind", lambda of: dict.fromkeys(known(of)))
+    scorer = TreeScorer(tiny_model("mistral", {"sliding_window": WINDOW}).to(dtype))
+    assert scorer.path.layout == "plain"
     assert "tree rows" in caplog.text
 
 
@@ -106,7 +102,7 @@ def test_a_head_that_the_spec_misses_falls_back_to_the_models_logits(caplog):
     assert worst_sequence(torch.from_numpy(scorer.score(TREES)), expected) < 1e-4
 
 
-def test_a_head_that_gives_less_everywhere_would_be_noticed(monkeypatch):
+def test_a_head_that_gives_less_everywhere_is_noticed(monkeypatch):
     score_targets = fused_head.score_targets
 
     def less(*given, **named):

@@ -14,6 +14,7 @@ from align.schemas.errors import UsageError
 from align.schemas.rows import Tree
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.engine.deepspeed_state import whole_weights
+from align.stages.model import path_search
 from align.stages.model.load import load_causal_lm
 from align.stages.model.policy import load_policy
 from align.stages.model.save import save_adapter, save_merged, save_whole
@@ -196,7 +197,7 @@ def test_what_does_not_end_in_one_score_is_refused(llama_folder, tmp_path, monke
         loaded(tmp_path / "cohere")
     with refuses(UsageError, "lora.targets", "['score']"):
         loaded(llama_folder, LoraOptions(enabled=True, targets=["score"]))
-    monkeypatch.setattr("align.stages.model.path_search._own_score", lambda *_: torch.ones(1))
+    monkeypatch.setattr(path_search, "tree_scores", lambda *_: torch.tensor(torch.inf))
     with refuses(UsageError, "LlamaForSequenceClassification"):
         loaded(llama_folder)
 

@@ -1,3 +1,4 @@
+import gc
 import shutil
 
 import pytest
@@ -39,6 +40,7 @@ def wandb_imported(tmp_path_factory):
     with quiet("wandb"):
         wandb.init(settings=settings).finish()
     tear_down()
+    gc.freeze()  # what these libraries are made of is looked through after each test
 
 
 @pytest.fixture

@@ -245,10 +245,10 @@ def test_a_kill_leaves_a_whole_store_or_none(server, tmp_path, kills):
 
 def test_processes_that_start_at_once_use_one_store(server, tmp_path):
     uri = f"sqlite:///{tmp_path}/new/mlflow.db"
-    words = [("mlflow-sync", unsent(tmp_path / str(number)), "--uri", uri) for number in range(3)]
+    words = [("mlflow-sync", unsent(tmp_path / str(number)), "--uri", uri) for number in range(2)]
     started = [server.start(*each) for each in words]
-    assert [one.code for each in started for one in each.answers()] == [0, 0, 0]
-    assert runs_in(uri) == 3
+    assert [one.code for each in started for one in each.answers()] == [0, 0]
+    assert runs_in(uri) == 2
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["mlflow.db"]
 
 
