@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
@@ -20,7 +21,7 @@ from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking.mlflow_silence import ENVIRONMENT
 from support.command import Answer
 from support.trainings import Course, Server, fork_server
-from support.worlds import make_shallow_world
+from support.worlds import World, make_shallow_world
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, and every process of a test wants both
 os.environ |= SHORT_SPINS  # stage 1 computes with the threads of its plan
@@ -165,9 +166,25 @@ def tokenizer_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory):
+def shared(tmp_path_factory):
+    """A folder of all workers, for what takes long to make and is only read."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+def made_once(folder, make):
+    """Has the first worker that asks make a folder."""
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            make(folder)
+
+
+@pytest.fixture(scope="session")
+def world(shared):
     """A tokenizer, an untrained model and sixty preferences."""
-    return make_shallow_world(tmp_path_factory.mktemp("small") / "world", rows=60)
+    folder = shared / "small-world"
+    made_once(folder, lambda folder: make_shallow_world(folder, rows=60))
+    return World(folder)
 
 
 @pytest.fixture(scope="session")
@@ -214,10 +231,9 @@ class Journey(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory):
+def server(shared, tmp_path_factory):
     """Starts commands that need not import anything."""
-    folder = tmp_path_factory.getbasetemp()
-    with fork_server(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) as address:
+    with fork_server(shared) as address:
         server = Server(tmp_path_factory.mktemp("server"), address)
         yield server
         server.close()
@@ -232,15 +248,14 @@ def course(server, world, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def training_world(tokenizer_folder, tmp_path_factory):
+def training_world(tokenizer_folder, shared):
     """A very small untrained model, and caches of what it thinks."""
     # As above.
-    from transformers import AutoTokenizer  # noqa: PLC0415
+    from support.training_world import TrainingWorld, make_training_world  # noqa: PLC0415
 
-    from support.training_world import make_training_world  # noqa: PLC0415
-
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    return make_training_world(tmp_path_factory.mktemp("training"), tokenizer)
+    folder = shared / "training-world"
+    made_once(folder, lambda folder: make_training_world(folder, tokenizer_folder))
+    return TrainingWorld(folder)
 
 
 @pytest.fixture(scope="session")

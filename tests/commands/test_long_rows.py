@@ -56,27 +56,3 @@ def test_a_token_more_costs_its_activations_and_no_mask_or_logits(model, stage):
     # Under 3 KiB: a score of states 16 wide, forward and backward.
     assert held[1] - held[0] < 3 * 1024 * (lengths[1] - lengths[0])
     assert held[1] < 256 * 2**20  # the buffer of the head, the mask, and those activations
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("default")  # the compiler has advice for other programs
-def test_memory_of_a_gpu_grows_with_a_row_and_not_with_its_square(device):
-    wide = {"hidden_size": 128, "num_attention_heads": 2}
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    policy = Policy(LlamaForCausalLM(LlamaConfig(**SHAPE | wide)).to(device, dtype))
-    assert policy.path.layout == ("flex" if device == "cuda" else "packed")
-
-    def peak(length):
-        """The bytes of the largest moment of a row."""
-        if device == "cpu":
-            with LiveBytes() as live:
-                learn(policy, row_of(length))
-            return live.most
-        torch.cuda.reset_peak_memory_stats()
-        learn(policy, row_of(length))
-        return torch.cuda.max_memory_allocated()
-
-    peak(4096)  # gradients of the weights stay
-    # A byte for each pair of 32k tokens would be 1,024 MiB, and their logits 2,048 in float32.
-    assert peak(32_768) - peak(4096) < 512 * 2**20

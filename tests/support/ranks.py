@@ -4,6 +4,7 @@ A program of the fork server: the folder to write to, and its worlds: `NAME=RANK
 that its ranks go through, each followed by what it is given: `two=2 loaded/experts one=1 summed`.
 """
 
+import gc
 import json
 import sys
 import time
@@ -17,7 +18,9 @@ from torch.distributed import distributed_c10d
 from align.schemas.errors import UsageError
 from align.stages.engine.distributed import TIMEOUT, gathered, run_on_all_ranks, run_on_rank_zero
 from support import engine_ranks, sharded_ranks, training_ranks
+from support.command import said_by
 from support.forked_ranks import COMPUTE_ON, forked, require_good_ends
+from support.rooms import TESTS
 
 
 def wait_for_slow_first_rank(world, _):
@@ -90,9 +93,12 @@ def seen_in(server, root, inputs, *, device="cpu", **worlds):
         (root / name).mkdir()
         for link, target in inputs.items():
             (root / name / link).symlink_to(target)
-    where = {COMPUTE_ON: device}
-    answer = server.fork((root, *words), root, where, program="support.ranks").answer()
-    assert answer.code == 0, answer.err
+    if device == "cpu":
+        answer = server.fork((root, *words), root, {}, program="support.ranks").answer()
+        assert answer.code == 0, answer.err
+    else:  # the fork server may have looked for a GPU, and a fork of it then finds none
+        ranks = (sys.executable, "-m", "support.ranks")
+        said_by(*ranks, root, *words, cwd=TESTS, **{COMPUTE_ON: device})
 
     def seen(folder, size):
         ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
@@ -102,6 +108,7 @@ def seen_in(server, root, inputs, *, device="cpu", **worlds):
 
 
 def main():
+    gc.freeze()  # DeepSpeed collects garbage several times as it opens an engine
     root, *words = sys.argv[1:]
     worlds = {}
     for word in words:
@@ -120,3 +127,7 @@ def go_through(cases, folder, world):
         kind, *words = case.split("/")
         seen[case] = CASES[kind](world, folder, *words)
     (folder / f"rank-{world.rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

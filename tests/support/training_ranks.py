@@ -173,7 +173,8 @@ def is_last(world):
 def nonfinite(world, folder, kind):
     """Trains until too many steps in a row have failed."""
     method, preset = TROUBLE[kind]
-    settings = {"deepspeed": preset, "tokens_per_batch": 1, "nonfinite_limit": 3}
+    settings = {"deepspeed": preset, "batch_size": 4, "tokens_per_batch": 1}
+    settings["nonfinite_limit"] = 3
     session = session_of(job_of(folder / "pairs", method, **settings), world)
     digests, recorded = [digest(session.engine)], Recorded()
     recorded.on_step = lambda _: digests.append(digest(session.engine))

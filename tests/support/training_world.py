@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from transformers import AutoTokenizer
 
 from align.pipeline.options.settings import Settings
 from align.pipeline.precompute.precompute import precompute
@@ -38,25 +39,40 @@ MACHINE = ("speed/", "memory/", "padding")
 class TrainingWorld:
     """An untrained model, and what it thinks of pairs and of single answers."""
 
-    model: Path
-    pairs: Path  # two mismatched partners of each completion
-    labels: Path  # one completion of each prompt: first all good ones, then all bad ones
-    everything: Path  # pairs with scores, margins, weights, and the log-prob of every token
+    folder: Path
+
+    @property
+    def model(self):
+        return self.folder / "model"
+
+    @property
+    def pairs(self):
+        """Two mismatched partners of each completion."""
+        return self.folder / "pairs"
+
+    @property
+    def labels(self):
+        """One completion of each prompt: first all good ones, then all bad ones."""
+        return self.folder / "labels"
+
+    @property
+    def everything(self):
+        """Pairs with scores, margins, weights, and the log-prob of every token."""
+        return self.folder / "everything"
 
 
 def make_training_world(folder, tokenizer):
     """Makes everything that training starts from."""
-    preferences = make_pairs(folder, tokenizer, rows=ROWS, pretrain_steps=0)
+    preferences = make_pairs(
+        folder, AutoTokenizer.from_pretrained(tokenizer), rows=ROWS, pretrain_steps=0
+    )
     both = unpaired(preferences)
     one_each = pa.concat_tables([both.slice(0, ROWS)[0::2], both.slice(ROWS)[1::2]])
     pq.write_table(one_each, folder / "labels.parquet")
     pq.write_table(with_numbers(paired(preferences)), folder / "everything.parquet")
-    return TrainingWorld(
-        folder / "model",
-        scored(folder, "pairs", kl_pairs=2),
-        scored(folder, "labels", kl_pairs=1),
-        scored(folder, "everything", kl_pairs=1, token_logps=True),
-    )
+    scored(folder, "pairs", kl_pairs=2)
+    scored(folder, "labels", kl_pairs=1)
+    scored(folder, "everything", kl_pairs=1, token_logps=True)
 
 
 def with_numbers(pairs):

@@ -132,32 +132,3 @@ def test_a_compiler_that_fails_is_told_with_the_way_out():
     way_out = ("C++ compiler", "model.compile=false", "model.attention=sdpa")
     with compilations(), refuses(UsageError, *way_out):
         policy(BATCHES[0])
-
-
-# On a GPU, by the kernels that torch makes, beside the model's own layers under FlexAttention.
-WIDE = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 4096}
-# float32: of rounding alone. bfloat16: fewer roundings, because sums stay in registers.
-ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 0.05}
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("dtype", ALLOWED)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_on_a_gpu_they_are_compiled_once_for_every_length(device, name, dtype):
-    kind, settings = TREE_FAMILIES[name]
-    model = tiny_model(kind, {"initializer_range": 0.1, **settings, **WIDE}).to(device, dtype)
-    turn_dropout_off(model)
-    own, policy = Policy(deepcopy(model)), Policy(model, paths=PathOptions(compile=True))
-    with compilations():
-        graphs = []
-        for seed in range(3):
-            trees = drawn_trees(seed, tokens=1200 + 700 * seed, longest=300)
-            scored(policy, trees)
-            found, expected = learned(policy, trees), learned(own, trees)
-            for some, others in zip(found, expected, strict=True):
-                assert float((some - others).norm() / others.norm()) < ALLOWED[dtype]
-            # With the kernels of FlexAttention and of the head, which `own` compiles by themselves.
-            graphs.append(counters["stats"]["unique_graphs"])
-        assert graphs[0] == graphs[-1]
-        assert not counters["graph_break"]

@@ -22,12 +22,11 @@ from align.stages.model.flex_attention import (
 )
 from align.stages.model.logprobs import own_attention
 from align.stages.model.path_search import PATHS, PathOptions
-from align.stages.model.policy import Policy, load_policy, turn_dropout_off
+from align.stages.model.policy import Policy, load_policy
 from align.stages.model.reference import TreeScorer
 from align.stages.model.tree_attention import tree_batch, tree_mask
 from support.branch_by_branch import num_tokens, slopes_of
 from support.families import (
-    SLIDING,
     TREE_FAMILIES,
     drawn_adapter,
     drawn_trees,
@@ -178,50 +177,3 @@ def test_it_is_compiled_once_for_batches_of_every_length(monkeypatch):
         assert np.isfinite(scorer.score(trees)).all()
     assert len(lengths) == 2
     assert len(graphs) == 1
-
-
-# On a GPU, beside padded trees under a dense mask.
-# The kernel takes heads of at least 16 elements; windows are longer and shorter than a block.
-WIDE = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 4096, "n_embd": 128}
-FAMILIES = {
-    "llama": {},
-    "qwen2 with windows": {**SLIDING, "sliding_window": 40},
-    "qwen3": {"head_dim": 128},
-    "gemma": {"head_dim": 256},
-    "gemma2": {**SLIDING, "sliding_window": 150, "attn_logit_softcapping": 2.0},
-    "gemma3": {**SLIDING, "sliding_window": 150},
-    "mistral with a window": {"sliding_window": 150},
-    "phi": {},
-    "gpt2": {"n_positions": 4096},
-    "gpt_oss": {**SLIDING, "sliding_window": 150},
-}
-LONG_TREES = tuple(drawn_trees(0, tokens=1500, longest=300))
-# float32: of rounding alone. bfloat16: both ways round what they add up, each in its own order.
-ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 0.05}
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("default")  # the compiler has advice, for other programs
-@pytest.mark.parametrize("dtype", ALLOWED)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_numbers_and_gradients_are_those_of_padded_trees(device, name, dtype):
-    kind, settings = TREE_FAMILIES[name]
-    drawn = {"initializer_range": 0.1, **settings, **WIDE, **FAMILIES[name]}
-    # Older versions of transformers let sdpa leave out the cap.
-    attention = "eager" if "attn_logit_softcapping" in drawn else None
-    model = tiny_model(kind, drawn, attention).to(device, dtype)
-    turn_dropout_off(model)
-    policy = Policy(model)
-    assert policy.path.layout == "flex"
-    found, expected = outcome(policy, "flex"), outcome(policy, "tree")
-    for some, others in zip(found, expected, strict=True):
-        assert float((some - others).norm() / others.norm()) < ALLOWED[dtype]
-
-
-def outcome(policy, layout):
-    policy.path = replace(policy.path, layout=layout)
-    policy.zero_grad()
-    numbers = policy(LONG_TREES)
-    (numbers * slopes_of(numbers.shape[-1]).to(numbers.device)).sum().backward()
-    learning = [one.grad.flatten().float() for one in policy.parameters() if one.requires_grad]
-    return numbers.detach().float(), torch.cat(learning)

@@ -224,11 +224,3 @@ def test_tokens_are_drawn_with_their_probabilities_over_samples_and_over_positio
         expected = SCORES.softmax(0)[:-1] * len(tokens)
         chi_square = float(((torch.stack(counts) - expected) ** 2 / expected).sum())
         assert chi_square < 18.467  # of four degrees: exceeded by one in a thousand fair draws
-
-
-@pytest.mark.gpu
-def test_a_gpu_hashes_as_a_cpu_does(device):
-    streams = torch.tensor([stream_of("p", 0, n) for n in range(64)])
-    tokens = torch.arange(1000)
-    there = uniforms(streams.to(device), 3, tokens.to(device))
-    assert torch.equal(there.cpu(), uniforms(streams, 3, tokens))

@@ -123,20 +123,3 @@ def test_a_model_that_is_spread_scores_as_the_same_on_one_device(saved_llama):
     assert np.array_equal(spread.open().score(mixed_trees()), whole.open().score(mixed_trees()))
     with refuses(UsageError, "device_map"):
         HfReference(replace(options, device_map="nowhere")).open()
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("default")  # the compiler has advice for other programs
-def test_a_batch_is_queued_without_a_wait_for_the_gpu(device, world):
-    options = options_of(world.model, device=device, dtype="bfloat16")
-    scorer, prompt = HfReference(options).open(), np.arange(3, 40, dtype=np.int32)
-    trees = [Tree(prompt[:size], (prompt[:9], prompt[: 2 * size])) for size in (12, 7, 5)]
-    expected = [scorer.score(batch) for batch in (trees, trees[1:])]  # its kernels are compiled
-    if device == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        reads = [scorer.launch(batch) for batch in (trees, trees[1:])]
-    finally:
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-    assert [read().tobytes() for read in reads] == [values.tobytes() for values in expected]
