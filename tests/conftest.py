@@ -32,13 +32,13 @@ platform.platform()  # asks `uname` once, for whichever test a library would ask
 HOMES = pytest.StashKey()
 OF_ONE_LAUNCH = ("tests/distributed/train",)
 LONG = ("tests/distributed", "tests/commands", "tests/unit/tracking")
-# Neither an example nor the drawing of it is timed: the machine may be busy.
+# No example is timed: the machine may be busy.
 NOT_ASKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("align", deadline=None, suppress_health_check=NOT_ASKED)
 settings.load_profile("align")
 
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-    # As under nohup: a process that a test starts would inherit this, but inherits no handler.
+    # As under nohup. A process that a test starts would inherit this; it inherits no handler.
     signal.signal(signal.SIGHUP, lambda *_: None)
 
 
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_configure(config):
-    """Each case pays for what is said here, so it is said once and not by fixtures."""
+    """Homes are numbered here: a fixture would cost every case some time."""
     homes = tempfile.mkdtemp(prefix="align-homes-")
     config.add_cleanup(lambda: shutil.rmtree(homes))
     config.stash[HOMES] = (f"{homes}/{number}" for number in itertools.count())
@@ -75,7 +75,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """No test knows the caches of another, nor hears its secrets."""
+    """No test finds the caches or the secrets of another."""
     os.environ["ALIGN_HOME"] = next(item.config.stash[HOMES])  # made when it is used
     safe_text._secrets.clear()
 
@@ -107,7 +107,7 @@ def clean_root():
 
 @pytest.fixture(scope="session")
 def device(request):
-    """What `--device` says: a GPU, unless the tests themselves are tried out."""
+    """The device of `--device`: a GPU, unless the tests themselves are tried out."""
     # It imports torch, which reads OMP_NUM_THREADS then.
     import torch  # noqa: PLC0415
 
@@ -119,7 +119,7 @@ def device(request):
 
 @pytest.fixture(scope="session")
 def several(device):
-    """How many ranks can have a GPU each and meet over NCCL; on a CPU, over gloo, any number."""
+    """The number of ranks: one for each GPU, over NCCL; on a CPU four, over gloo."""
     # It imports torch, as above.
     import torch  # noqa: PLC0415
 
@@ -138,7 +138,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_mlflow_settings(here, monkeypatch):
-    """The environment says nothing about MLflow, and what is set on the way is forgotten."""
+    """No variable of the environment configures MLflow, and those set meanwhile are removed."""
     for name in (*ENVIRONMENT, "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -146,13 +146,13 @@ def no_mlflow_settings(here, monkeypatch):
 
 @pytest.fixture(scope="module")
 def uri(tmp_path_factory):
-    """The address of a store that is not made yet."""
+    """The address of a store that does not exist yet."""
     return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
 
 
 @pytest.fixture
 def prepared_run(tmp_path):
-    """The folder of a run, in which nothing lies yet."""
+    """The prepared folder of a run, still empty."""
     folder = RunFolder(tmp_path / "run")
     folder.prepare()
     return folder
@@ -189,7 +189,7 @@ def world(shared):
 
 @pytest.fixture(scope="session")
 def reward_model(world, tmp_path_factory):
-    """A model with a drawn head, in a folder as transformers saves it."""
+    """A model with a random head, in a folder as transformers saves it."""
     # It imports torch, as above.
     import torch  # noqa: PLC0415
     from transformers import (  # noqa: PLC0415
@@ -210,7 +210,7 @@ def reward_model(world, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def journey(server, world, tmp_path_factory):
-    """What a person gets who has an align.yaml beside the data and gives no flag."""
+    """Stage 1 with an align.yaml beside the data and no flag."""
     folder = tmp_path_factory.mktemp("journey")
     shutil.copy(world.data.paired, folder / "data.parquet")
     lines = ["model:", f"  path: {world.model}", "cache:", "  shards: 8", "  output: cache"]
@@ -222,7 +222,7 @@ def journey(server, world, tmp_path_factory):
 
 
 class Journey(NamedTuple):
-    """A first run, where its data lie, where it was started, and what it said."""
+    """A first run: the folder of its data, where it was started, its answer and its cache."""
 
     folder: Path
     cwd: Path
@@ -249,7 +249,7 @@ def course(server, world, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def training_world(tokenizer_folder, shared):
-    """A very small untrained model, and caches of what it thinks."""
+    """A very small untrained model, and caches of its log-probs."""
     # As above.
     from support.training_world import TrainingWorld, make_training_world  # noqa: PLC0415
 
@@ -260,7 +260,7 @@ def training_world(tokenizer_folder, shared):
 
 @pytest.fixture(scope="session")
 def deepspeed():
-    """It collects garbage several times as it opens an engine, and is none itself."""
+    """It collects garbage several times as it opens an engine, so it is frozen first."""
     # It imports torch, which most of these tests do without.
     from align.stages.engine.deepspeed_compat import deepspeed  # noqa: PLC0415
 

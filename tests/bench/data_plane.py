@@ -1,7 +1,7 @@
 """Everything of stage 1 but the model: read, tokenize, pair, plan and write shards.
 
-A stub scores the branches at no cost, so what is left is the data plane. Run once with a tenth of
-the rows and once with all: the time should grow ten times, the memory hardly at all.
+A stub scores at no cost, so the figures are those of the data plane. Runs once with a tenth of the
+rows and once with all: the time should grow ten times, the memory hardly at all.
 """
 
 import resource
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import sides
 
-HEAD = ("rows", "branches", "seconds", "rows/s", "peak MiB", "workers", "shards MiB")
+HEAD = ("rows", "completions", "seconds", "rows/s", "peak MiB", "workers", "shards MiB")
 
 
 def main():
@@ -19,7 +19,7 @@ def main():
     print("".join(f"{name:>12}" for name in HEAD))
     for rows in (total // 10, total):
         with tempfile.TemporaryDirectory() as folder:
-            sides.called(make, folder, rows)  # what it takes to make the input is in no figure
+            sides.called(make, folder, rows)  # apart, so that no figure counts it
             figures = sides.called(measure, folder)
         print("".join(f"{figures[name]:>12,}" for name in HEAD), flush=True)
 
@@ -54,7 +54,7 @@ def measure(folder):
     rows = outcome.manifest.rows
     return {
         "rows": rows,
-        "branches": outcome.manifest.branches,
+        "completions": outcome.manifest.branches,
         "seconds": round(seconds),
         "rows/s": round(rows / seconds),
         "peak MiB": round(sides.peak_mib()),

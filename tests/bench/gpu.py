@@ -11,7 +11,7 @@ those of one of eight billion, of which a LoRA adapter of every linear layer is 
 many pairs in each AdamW step. Speed is that of the median step after the first: loading, compiling
 and scoring the reference are left out, and stand under "first step". MFU counts every prompt and
 completion once: 6 operations for each parameter and token, 4 where the weights are frozen, 2 in
-stage 1, over what the GPU is said to do.
+stage 1, divided by the peak that the GPU's maker states.
 """
 
 import gc
@@ -124,7 +124,7 @@ def made(folder, shape):
 
 
 def mfu(folder, once_rate, operations):
-    """The percentage of what the GPU is said to do; None of a device of which nothing is said."""
+    """The percentage of the stated peak of this GPU; None where no peak is stated."""
     import torch
 
     name = torch.cuda.get_device_name() if on_gpu() else ""
@@ -185,7 +185,7 @@ def settings_of(folder, method, sets, flags):
 
 
 def planned_gib(folder, method, sets, flags):
-    """The peak that `align plan` says, on the device that is here."""
+    """The peak that `align plan` expects on this device."""
     from align.pipeline.plan.run_plan import plan_run
 
     return plan_run(settings_of(folder, method, sets, flags)).own.estimate.peak / 2**30
@@ -244,7 +244,7 @@ def sweep(folder, method):
 
 
 class Unsaved:
-    """What the loop reports to where nothing is written: not a model, nor a checkpoint."""
+    """Records of a run that writes nothing: no model and no checkpoint."""
 
     def __init__(self, steps):
         self.steps = steps
@@ -265,7 +265,7 @@ class Unsaved:
 
 
 def learned_unsaved(folder, method, records, sets, flags):
-    """Runs the loop of `align train`, without its run folder; returns what the policy was."""
+    """Runs the loop of `align train` without a run folder; returns how the policy was run."""
     sides.as_a_command()
     from align.pipeline.train.load import identify
     from align.pipeline.train.setup import check
@@ -283,7 +283,7 @@ def learned_unsaved(folder, method, records, sets, flags):
 
 
 def unsaved(folder, method, sets, flags, needs_gib=0, needs_host_gib=0):
-    """Trains what would write over 100 GB: model, master weights and moments are left unsaved."""
+    """Trains without saving: model, master weights and moments would take over 100 GB."""
     require_memory(needs_gib, needs_host_gib)
     steps = sides.Steps()
     policy = learned_unsaved(folder, method, Unsaved(steps), sets, flags)
@@ -388,7 +388,7 @@ def kernels_of(events):
         for one in on_host:
             yield one.name, callers_of(one), one.self_cpu_time_total
         return
-    # An operation tells of its kernels by name and time; a kernel tells of no operation.
+    # An operation lists its kernels by name and time; a kernel does not know its operation.
     launched = defaultdict(list)
     for one in on_host:
         for kernel in one.kernels:

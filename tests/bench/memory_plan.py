@@ -1,4 +1,4 @@
-"""The memory that `align plan` says, beside what trainings on a CPU hold at their peak.
+"""The memory that `align plan` expects, beside the measured peak of trainings on a CPU.
 
     python tests/bench/memory_plan.py [--only WORD]
 
@@ -6,7 +6,7 @@ Each configuration of tests/support/measured_peaks.py trains a random model for 
 processes of its own, and the third step is measured in two ways: the bytes of all tensors that are
 alive, which is what torch.cuda.max_memory_allocated() counts on a GPU; and the peak of the process
 (VmHWM), from which everything that is no tensor is taken off, as it stands before the step. The C
-library is told to give freed blocks back. Of several ranks, the one that holds most counts.
+library gives freed blocks back at once. Of several ranks, the highest peak counts.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def trees_of(case):
 
 
 def measured(case, place):
-    """Runs the ranks; the one with the highest peak is told of."""
+    """Runs the ranks; returns the figures of the one with the highest peak."""
     words = json.dumps({"case": asdict(case), "place": str(place)})
     own = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     port = str(29500 + os.getpid() % 1000)

@@ -2,7 +2,7 @@
 
 Both score the same preference pairs with the same tiny Llama (16k vocabulary, prompts and
 completions of about 200 tokens) in float32. Each round runs both, each in a process of its own;
-what counts is the median of the rounds' ratios.
+the result is the median of the rounds' ratios.
 """
 
 import statistics
@@ -50,7 +50,7 @@ def worst_gap(rounds):
 
 
 def measure(folder, side):
-    """What one process tells of one side."""
+    """One side's figures, measured in this process."""
     folder = Path(folder)
     with tempfile.TemporaryDirectory() as output:
         if side == "align":

@@ -1,4 +1,4 @@
-"""What the instruments share: worlds, processes, clocks, tables, and the trainers of both sides."""
+"""Shared by the instruments: worlds, processes, clocks, tables, and the trainers of both sides."""
 
 import argparse
 import inspect
@@ -26,7 +26,7 @@ print(json.dumps(script.{2}(*json.loads(sys.argv[1]))))
 
 
 def options_of(doc, **defaults):
-    """The options of an instrument by name and default; of a tuple some may be chosen."""
+    """The options of an instrument by name and default; a tuple lists the choices."""
     parser = argparse.ArgumentParser(description=doc)
     for name, default in defaults.items():
         how = {"type": Path if default is None else type(default)}
@@ -41,13 +41,13 @@ def options_of(doc, **defaults):
 
 
 def called(function, *arguments, **environment):
-    """What a function of a script returns in a process of its own; one that fails ends it all."""
-    told, failed = tried(function, *arguments, **environment)
-    return told if not failed else sys.exit(failed)
+    """Calls a function of a script in a process of its own; a failure ends the program."""
+    figures, failed = tried(function, *arguments, **environment)
+    return figures if not failed else sys.exit(failed)
 
 
 def tried(function, *arguments, **environment):
-    """The same, and what is said by one that fails."""
+    """Returns the result of such a call, and its error output if it failed."""
     script = Path(inspect.getfile(function)).resolve()
     code = CALL.format(str(script.parent), script.stem, function.__name__)
     done = subprocess.run(
@@ -97,10 +97,10 @@ def report(rounds, titles, columns):
     for side in (name for name in rounds[0] if name in titles):
         cells = []
         for head, figure, width, decimals in columns:
-            own = statistics.median(told[side][figure] for told in rounds)
+            own = statistics.median(one[side][figure] for one in rounds)
             cells.append(f"{own:{width},.{2 if head.endswith(' s') else 0}f}")
             if decimals:
-                ratios = (told["align"][figure] / told[side][figure] for told in rounds)
+                ratios = (one["align"][figure] / one[side][figure] for one in rounds)
                 cells.append(f"{statistics.median(ratios):9.{decimals}f}x")
         print(f"{titles[side]:26}{''.join(cells)}", flush=True)
 
@@ -118,7 +118,7 @@ SHAPE = (
 
 
 def make_model(folder, shape, vocabulary, **more):
-    """A Llama of random weights and a tokenizer of so many words, which are returned."""
+    """A Llama of random weights and its tokenizer; returns the words of the vocabulary."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -177,7 +177,7 @@ LENGTHS = {
 
 
 def tokens_of(folder):
-    """Tokens as a person counts pairs, prompt and completion for each, and counted once each."""
+    """Tokens of all pairs: with the prompt in both sides, and with the prompt once."""
     import pyarrow.parquet as pq
 
     rows = pq.read_table(folder / "pairs.parquet").to_pylist()
@@ -198,7 +198,7 @@ def memory_mib(name):
 
 
 class Steps:
-    """What a trainer tells of its progress, as times: of the wall, and of the CPU."""
+    """When each step of a trainer ended, by the wall clock and the CPU's."""
 
     def __init__(self):
         self.began = time.perf_counter()
@@ -227,7 +227,7 @@ def synchronize():
 
 
 def as_a_command():
-    """What a command does before it imports anything else."""
+    """Does what a command does before it imports anything else."""
     from align.cli import own_process
 
     own_process([])

@@ -1,7 +1,7 @@
 """How long a start takes, and what it reads: the first step of a training on a finished cache.
 
 Seconds are from the start of the process to the end of the first optimizer step,
-MLflow included, and `align --help` is what a person waits for before any command does anything.
+MLflow included. `align --help` shows what any command takes before it does anything.
 
 `--model FOLDER` counts, with strace, what the ranks of a start and a sweep of three trials read of
 the weights of that model and of the shards of a cache: bytes that `read` and its kin return.

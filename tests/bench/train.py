@@ -3,7 +3,7 @@
 Both train the same tiny Llama (16k vocabulary) on the same pairs in float32, with as many rows in
 each AdamW step. Pairs differ in length as real ones do; `--lengths even` gives prompts and
 completions of 150 to 250 tokens, which leaves a padded batch little to waste. Each round runs every
-side, each in a process of its own; what counts is the median of the rounds' ratios. Speed is that
+side, each in a process of its own; the result is the median of the rounds' ratios. Speed is that
 of all steps after the first; loading and scoring the reference are left out. Memory is the whole
 process's.
 """
@@ -66,7 +66,7 @@ def make_cache(folder):
 
 
 def measure(folder, side, method, sets):
-    """What one process tells of one side."""
+    """One side's figures, measured in this process."""
     steps, folder = sides.Steps(), Path(folder)
     if side == "align":
         sides.train_with_align(folder, method, steps, sets)

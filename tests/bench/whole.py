@@ -4,8 +4,8 @@ A side begins with pairs and a model on the disk and ends with a trained model t
 pairs in each step, nothing known from before. `--pairs FILE` names pairs of text with `prompt`,
 `chosen` and `rejected`, of which `--rows` are taken; a BPE of 16k is made of their texts, unless
 `--model FOLDER` names a model with a tokenizer of its own. Without it the pairs are made, as uneven
-in length as people's. What counts is the median of the rounds' ratios; memory is that of the
-largest process. align learns again from a cache that is there, which is the line "align again".
+in length as people's. The result is the median of the rounds' ratios; memory is that of the
+largest process. The line "align again" trains from a finished cache.
 """
 
 import tempfile

@@ -1,4 +1,4 @@
-"""What only whole processes show: signals, a terminal, what is loaded and what a host finds."""
+"""What only a whole process shows: signals, a terminal, a closed pipe, the host's settings."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from support.patience import PATIENCE
 from support.stage_one import contents
 from support.trainings import Person, Training
 
-# A command to which a signal comes as Python ends.
+# A command that gets a signal while Python exits.
 LATE = (
     "import atexit, os, signal, sys; from align import cli; "
     "atexit.register(os.kill, os.getpid(), signal.SIGTERM); cli.main()"
@@ -27,7 +27,7 @@ def command(journey, output, *more):
 
 @pytest.fixture(scope="module")
 def stopped(server, journey, tmp_path_factory):
-    """A cache that was begun twice, and what was said as a signal of each kind came."""
+    """A cache that two signals interrupted, and the answers of both commands."""
     folder = tmp_path_factory.mktemp("stopped")
     person, answers = Person(server, folder, {}), {}
     for number in (signal.SIGINT, signal.SIGUSR1):

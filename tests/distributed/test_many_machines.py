@@ -1,4 +1,4 @@
-"""Launchers of many machines, played on one: late agents, dying workers, hostfiles, Ray."""
+"""Launchers of several machines, on one machine: late agents, killed workers, hostfiles, Ray."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ AUTO, TWO = ("--resume", "auto"), ("--deepspeed", "zero2")
 
 
 def begin(course, program, *more):
-    """Begins one machine's launcher."""
+    """Starts the launcher of one machine."""
     return subprocess.Popen(
         list(map(str, (*program, *more))),
         cwd=course.folder,
@@ -39,7 +39,7 @@ def begin(course, program, *more):
 
 
 def ended(*launchers):
-    """What each of them said, once all have ended well."""
+    """Requires all launchers to succeed; returns what each wrote."""
     said = [launcher.communicate(timeout=PATIENCE)[1] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0] * len(launchers), said
     return said
@@ -51,7 +51,7 @@ def children(process):
 
 
 def test_a_launcher_that_is_stopped_leaves_a_checkpoint(course, tmp_path):
-    """The ranks of torchrun and those that go on from them do not even hash words alike."""
+    """The ranks of torchrun and those that resume differ in how Python hashes words."""
     run, longer = tmp_path / "run", (*TWO, "--max-steps", 16, "--epochs", 9, "--eval-every", 0)
     place = ("--standalone", "--nproc-per-node", 2, "-m", "align")
     launcher = begin(course, (BIN / "torchrun", *place, *course.arguments(run, *longer, *AUTO)))
@@ -76,7 +76,7 @@ def test_machines_may_come_late_and_be_lost(course, tmp_path):
     how = ("--nnodes", "1:2", "--nproc-per-node", 1, "--max-restarts", 3, *place, "-m", "align")
     words = (BIN / "torchrun", *how, *course.arguments(run, *long, *AUTO))
     first = begin(course, words)
-    time.sleep(3)  # whose agent is first keeps the place where they meet
+    time.sleep(3)  # the first agent keeps the rendezvous
     second = begin(course, words)
     metrics = run / "metrics.jsonl"
     while not metrics.exists() or '"step":9' not in metrics.read_text():

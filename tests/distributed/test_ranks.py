@@ -1,4 +1,4 @@
-"""What ranks do together: one launch of worlds, of which the tests read what they saw."""
+"""Several ranks together: one launch runs all worlds, and the tests read their results."""
 
 import math
 from dataclasses import replace
@@ -47,7 +47,7 @@ def launch(server, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def worlds(launch):
-    """What every rank of each world saw."""
+    """The results of every rank of each world."""
     return launch(**WORLDS)
 
 
@@ -57,7 +57,7 @@ def two(worlds):
 
 
 def cases(*kinds):
-    """For each such case of every world, in the ranks that went through it."""
+    """Runs a test for each case of these kinds, in every world that has it."""
     found = [
         (name, case)
         for name, (_, *known) in WORLDS.items()
@@ -74,7 +74,7 @@ def tensors(weights):
 
 
 def require_steps_of_engine(ranks, case):
-    """Those of AdamW in float64; nothing that was skipped, refused or saved leaves a trace."""
+    """Requires the steps of AdamW in float64, and no trace of skipped steps and saves."""
     dtype = case.rpartition("/")[2]
     first, *others = [rank[case] for rank in ranks]
     norms = slowly()[1]
@@ -118,7 +118,7 @@ def test_gradients_are_reduced_once_a_step_where_the_stage_allows_it(two):
 
 @pytest.mark.long
 def test_three_ranks_take_the_same_steps(launch):
-    """Of which none has as many values as another."""
+    """Each of the three has another number of values."""
     seen = launch(three=(3, *ENGINES))["three"]
     for case in ENGINES:
         require_steps_of_engine(seen.ranks, case)
@@ -214,7 +214,7 @@ ON_GPUS = {
 
 @pytest.fixture(scope="module")
 def two_gpus(launch, device, several):
-    """What ranks saw that have a GPU each, and meet over NCCL."""
+    """The results of ranks that have a GPU each and meet over NCCL."""
     return launch(device=device, two=(2, *chain(*ON_GPUS.values())))["two"]
 
 

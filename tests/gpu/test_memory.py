@@ -60,7 +60,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_gpu_holds_what_is_planned(device, lone_rank, half_billion, way, lora):
-    """Beside what PyTorch's allocator counts of 32 rows of 512 tokens."""
+    """Compared with what PyTorch's allocator counts for 32 rows of 512 tokens."""
     require_gpu(device)
     random, shape = np.random.default_rng(0), RowShape(200, (156, 156))
     prompt, *branches = (
@@ -114,12 +114,12 @@ def test_memory_grows_with_a_row_and_not_with_its_square(device):
     assert policy.path.layout == ("flex" if device == "cuda" else "packed")
 
     def learn(length):
-        """A row of which half is its prompt."""
+        """Learns one row; half of it is the prompt."""
         drawn = np.random.default_rng(0).integers(3, LONG.vocab_size, (2, length // 2), "int32")
         policy((Tree(drawn[0], (drawn[1],)),)).sum().backward()
 
     def peak(length):
-        """The bytes of the largest moment of a row."""
+        """The peak in bytes while one row is learned."""
         if device == "cpu":
             with LiveBytes() as live:
                 learn(length)

@@ -65,7 +65,7 @@ def torch_steps(world):
 
 
 def moved(found, before):
-    """How far the weights are from where they began, in one number."""
+    """The distance of all weights from those before."""
     pairs = ((found[name][1], one) for name, one in before.items())
     parts = [(torch.tensor(values) - one.detach().cpu()).norm() for values, one in pairs]
     return torch.stack(parts).norm().item()
@@ -141,7 +141,7 @@ CHANGE = {"float32": 1e-2, "bfloat16": 0.2}
 
 
 def rows_in(folder):
-    """Of the cache, by the id of the row."""
+    """The rows of the cache by their ids."""
     rows = pq.read_table(folder / "cache" / "data").to_pylist()
     return {row["row_id"]: row for row in rows}
 
@@ -189,9 +189,9 @@ def on_device(device, dtype, world, tmp_path_factory):
     return both_stages(world, tmp_path_factory.mktemp("on-device"), device, dtype)
 
 
-def test_a_gpu_scores_every_branch_as_the_cpu_does(device, dtype, on_cpu, on_device):
-    told = json.loads((on_device / "cache" / "manifest.json").read_text())["fingerprint"]
-    assert (told["model.device"], told["model.dtype"]) == (device, dtype)
+def test_a_gpu_scores_every_completion_as_the_cpu_does(device, dtype, on_cpu, on_device):
+    stored = json.loads((on_device / "cache" / "manifest.json").read_text())["fingerprint"]
+    assert (stored["model.device"], stored["model.dtype"]) == (device, dtype)
     found, expected = rows_in(on_device), rows_in(on_cpu)
     assert len(found) == 60
     assert found.keys() == expected.keys()
@@ -219,7 +219,7 @@ ALONE = (sys.executable, "-m", "align")
 
 
 def of_ranks(ranks):
-    """The program of so many ranks, each on a GPU of its own."""
+    """The program that starts this many ranks, each on a GPU of its own."""
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     return (*ALONE[:2], *launcher, *ALONE[1:])
 

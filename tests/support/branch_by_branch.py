@@ -1,4 +1,4 @@
-"""What a model says of branches by itself: one forward pass each, without padding."""
+"""The log-probs of branches by one forward pass each, without padding."""
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ def num_tokens(trees):
 
 
 def slopes_of(count, seed=0):
-    """What the loss is multiplied with at each place."""
+    """The weight of each position in the loss."""
     return torch.randn(count, generator=torch.Generator().manual_seed(seed))
 
 

@@ -1,4 +1,4 @@
-"""The commands as a person gives them: in this process, or in one of their own."""
+"""Runs commands of `align` in this process, or in one of their own."""
 
 import gc
 import io
@@ -19,7 +19,7 @@ from support.refusals import require_names
 
 @dataclass(frozen=True)
 class Answer:
-    """How a command ended and what it said."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -27,11 +27,11 @@ class Answer:
 
 
 def align(*arguments):
-    """Gives a command in this process."""
+    """Runs a command in this process."""
     out, err = io.StringIO(), io.StringIO()
     handlers = {number: signal.getsignal(number) for number in STOPS}
     argv = mock.patch.object(sys, "argv", ["align", *map(str, arguments)])
-    # What is garbage of tests is not kept, as what a program begins with is.
+    # A command freezes what it starts with; here that would keep the garbage of tests.
     try:
         with argv, mock.patch.object(gc, "freeze"), redirect_stdout(out), redirect_stderr(err):
             cli.main()
@@ -45,7 +45,7 @@ def align(*arguments):
 
 
 def refusal(code, *arguments, names=()):
-    """Gives a command that must fail; returns its one message, which names each of these."""
+    """Runs a command that must fail; returns its one message, which contains all `names`."""
     answer = align(*arguments)
     assert answer.code == code, answer
     _, *messages = f"\n{answer.err}".split("\nerror: ")
@@ -56,7 +56,7 @@ def refusal(code, *arguments, names=()):
 
 
 def start(*arguments, cwd=None, program=(sys.executable, "-m", "align")):
-    """Begins a command in a process of its own, with one thread."""
+    """Starts a command in a process of its own, with one thread."""
     return subprocess.Popen(
         [*program, *map(str, arguments)],
         cwd=cwd,
@@ -68,14 +68,14 @@ def start(*arguments, cwd=None, program=(sys.executable, "-m", "align")):
 
 
 def launch(*arguments, cwd=None, program=(sys.executable, "-m", "align")):
-    """Gives a command in a process of its own and waits for it."""
+    """Runs a command in a process of its own to its end."""
     process = start(*arguments, cwd=cwd, program=program)
     out, err = process.communicate(timeout=PATIENCE)
     return Answer(process.returncode, out, err)
 
 
 def said_by(*program, cwd, code=0, **environment):
-    """The output of a program that must end well, or what it complains of with another code."""
+    """The output of a program that must end with this code; of one that fails, its errors."""
     done = subprocess.run(
         [*map(str, program)],
         cwd=cwd,

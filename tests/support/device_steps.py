@@ -1,4 +1,4 @@
-"""Whole steps of methods on the CPU and on the pretended accelerator, and where the host waited."""
+"""Steps of methods on the CPU and on the pretended accelerator, and where the host waited."""
 
 import traceback
 from copy import deepcopy
@@ -32,13 +32,13 @@ LOADED = {
     "bf16": {"dtype": "bfloat16"},
     "dropout": {"dropout": True, "gradient_checkpointing": True},
 }
-# What more a step can hold: every modifier, and several methods in one loss.
+# Steps with every modifier, and with several methods in one loss.
 IN_USE = {
     "dpo-weighed": ("dpo", {"ld_alpha": 0.5, "margin": "margin", "row_weight": "weight"}),
     "cdpo-wpo": ("cdpo", {"wpo": True}),
     "kto-clamped": (
         "kto",
-        # A mean per token has slopes that are as much smaller.
+        # The slope of a mean per token is smaller by the length.
         {"humanline": True, "log_eps_p": -1e-2, "log_eps_r": 1e-2, "mean_ratios": True, "beta": 1},
     ),
     "mixture": ("dpo:0.8+kto:0.2+sft:1", {}),
@@ -47,7 +47,7 @@ LORA = LoraOptions(enabled=True, rank=4, dropout=0.1)
 
 
 class OneDevice:
-    """An engine of one rank: plain gradient descent, so that every gradient shows in a weight."""
+    """An engine of one rank by plain gradient descent: every gradient shows in a weight."""
 
     world = ALONE
 
@@ -81,7 +81,7 @@ class OneDevice:
 
 
 def attended(query, key, value, *, score_mod, block_mask, scale, enable_gqa):
-    """What FlexAttention's kernel computes, which is for GPUs alone, by its own mask."""
+    """Computes with FlexAttention's mask what its kernel computes on a GPU."""
     assert score_mod is None
     groups = query.shape[1] // key.shape[1] if enable_gqa else 1
     key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
@@ -92,8 +92,8 @@ def attended(query, key, value, *, score_mod, block_mask, scale, enable_gqa):
 
 
 def compared(cache, method, layout="", loaded="plain"):
-    """How the devices differ in a step of a method, or in `activations`."""
-    # torch has no other product for a device that it does not know.
+    """The difference of both devices in a step of a method, or in `activations`."""
+    # torch knows only this attention for an unknown device.
     dense = mock.patch.object(flex_attention, "flex_attention", attended)
     with sdpa_kernel(SDPBackend.MATH), dense:
         if method == "activations":
@@ -135,7 +135,7 @@ def feed_of(job, objective, source, *, pads):
 
 
 def step_on(device, cache, method, layout, loaded):
-    """Everything that a step and an evaluation after it leave behind."""
+    """The results of a step, and of an evaluation before it."""
     job, objective, source = source_of(cache, method)
     policy = deepcopy(
         policy_of(job.begins_as, objective.head, "collision_logps" in objective.needs, loaded)
@@ -189,7 +189,7 @@ def numbers_of(weight):
 
 
 def steps(cache, method, layout, loaded):
-    """How the two devices differ in a step, or the error of the pretended one."""
+    """The difference of the two devices in a step, or the error of the pretended one."""
     expected = step_on(torch.device("cpu"), cache, method, layout, loaded)
     try:
         with PretendedDevice():
@@ -213,14 +213,14 @@ def distance(some, others):
 
 
 def checkpointed(cache):
-    """What checkpointing leaves on the host, without and with its setting, and here."""
+    """The activations kept on the host: without and with the setting, and on a CPU."""
     with PretendedDevice():
         found = {word: one_pass(cache, DEVICE, offload=word == "on") for word in ("off", "on")}
     return found | {"cpu": one_pass(cache, torch.device("cpu"), offload=True)}
 
 
 def one_pass(cache, device, *, offload):
-    """A pass and its gradient, and what lay on the host in between."""
+    """A pass, its gradients, and the activations kept on the host between both."""
     train = TrainOptions(dtype="float32", gradient_checkpointing=True, checkpoint_offload=offload)
     policy = moved(load_policy(job_of(cache, "dpo").begins_as, train, LoraOptions()), device)
     kept, leave = [], host_activations._to_host

@@ -37,7 +37,7 @@ PATCHED = {
     (shutil, "rmtree"): "remove_tree",
     (obstore, "put"): "put",
 }
-# What a training does between two changes of the disk, and the method of a library that does it.
+# Events of a training between two changes of the disk, and the method of a library for each.
 COMPAT = "align.stages.engine.deepspeed_compat"  # which imports it quietly
 CALLS = {
     "backward": (COMPAT, "deepspeed.DeepSpeedEngine.backward"),
@@ -45,7 +45,7 @@ CALLS = {
     "save": ("torch", "save"),
 }
 HELD_OUT = ("align.stages.feed.loader", "CacheFeed.held_out")  # gives batches one by one
-# Where a command of stage 1 changes what is there, in this order.
+# The changes of a run of stage 1, in this order.
 OF_STAGE_ONE = (
     "before:rename:*.arrow",
     "after:rename:*.arrow",
@@ -126,7 +126,7 @@ def _is_asked_by_align():
 
 
 def arm(text):
-    """Lets this process meet the faults that a text names, from now on."""
+    """Arms the faults of a text in this process."""
     moments = {"before": [], "after": []}
     names = set()
     for one in filter(None, text.split(",")):

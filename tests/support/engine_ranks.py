@@ -33,7 +33,7 @@ def global_tokens(trees):
 
 
 def share(step, rank, size):
-    """This rank's micro-batches; some are empty where rows are few."""
+    """This rank's micro-batches; with few rows some are empty."""
     cuts = np.array_split(np.arange(STEPS[step][0]), STEPS[step][1] * size)
     rows = rows_of(step)
     return [tuple(rows[row] for row in cut) for cut in cuts[rank::size]]
@@ -77,7 +77,7 @@ def require_steps(found, *, rtol=0.0, atol=WEIGHTS):
 
 
 class Run:
-    """One engine, and the steps it is taken through."""
+    """One engine and its steps."""
 
     def __init__(self, world, options, *, dropout=0.0, frozen=False, policy=None):
         policy = policy or TinyPolicy(dropout=dropout, frozen=frozen, dtype=DTYPES[options.dtype])
@@ -115,7 +115,7 @@ class Run:
 
 
 def disturbed(run):
-    """The same six steps, with gradients in between that must leave no trace."""
+    """The same six steps, with gradients between them that must leave no trace."""
     traces = []
     for step in range(6):
         before = run.weights()
@@ -139,7 +139,7 @@ def disturbed(run):
 
 
 def saved(run, folder):
-    """A run whose state was saved."""
+    """Saves the state of a run."""
     if run.world.rank == 0:
         folder.mkdir()
     run.engine.total(torch.zeros(1))
@@ -148,7 +148,7 @@ def saved(run, folder):
 
 
 def resumed(world, options, folder, **how):
-    """What a run saw that was saved half-way, and one that went on from what was saved."""
+    """The results of a run that was saved half-way, and of one that resumed from there."""
     first = saved(Run(world, options, **how).steps(0, 3), folder)
     second = Run(world, options, **how)
     second.step(4)  # moments and weights that have to be replaced
@@ -158,7 +158,7 @@ def resumed(world, options, folder, **how):
 
 
 def summed(world, _):
-    """What a collective gives."""
+    """The results of collectives."""
     options = replace(OPTIONS, deepspeed="zero0", dtype="float32")
     engine = Run(world, options).engine
     values = torch.tensor([world.rank + 1.0, 1e-17], dtype=torch.float64)
@@ -174,7 +174,7 @@ REDUCING = ("all_reduce", "reduce", "reduce_scatter_tensor", "_reduce_scatter_ba
 
 
 def reduced(world, _):
-    """The values that ranks reduce in each step, and its micro-batches, by ZeRO stage."""
+    """How many values the ranks reduce in a step, by ZeRO stage."""
     found = {}
     for preset in ("zero0", "zero1", "zero2"):
         run, found[preset] = Run(world, replace(OPTIONS, deepspeed=preset, dtype="float32")), []
@@ -200,7 +200,7 @@ def reduced(world, _):
 
 
 def failed_save(world, folder):
-    """The last rank cannot write its file; who is told, and which files the others wrote."""
+    """The last rank cannot write its file; returns the error, or the files of the other ranks."""
     run = Run(world, replace(OPTIONS, deepspeed="zero2", dtype="float32"))
     name = f"zero_pp_rank_{world.size - 1}_mp_rank_00_optim_states.pt"
     (folder / "full" / "state" / name).mkdir(parents=True, exist_ok=True)
@@ -212,7 +212,7 @@ def failed_save(world, folder):
 
 
 def everything(world, folder, preset, dtype):
-    """Six steps straight on and in every other way; in float32 with a part that does not learn."""
+    """Six steps in one go and in every other way; in float32 a part of the policy is frozen."""
     options, way = replace(OPTIONS, deepspeed=preset, dtype=dtype), f"{preset}-{dtype}"
     how = {"dropout": 0.2, "frozen": dtype == "float32"}
     plain = saved(Run(world, options).steps(0, 3), folder / way).steps(3, 6)

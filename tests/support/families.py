@@ -103,7 +103,7 @@ def mixed_trees():
 
 
 def drawn_trees(seed, *, tokens, longest=200):
-    """Trees with prompts and branches of 1 to `longest` tokens, up to so many tokens together."""
+    """Trees with prompts and branches of 1 to `longest` tokens, up to `tokens` in all."""
     random, trees = np.random.default_rng(seed), []
     while True:
         prompt, *branches = random.integers(1, longest + 1, random.integers(2, 5))
@@ -117,13 +117,13 @@ def draw(random, size):
 
 
 def learning_names(policy):
-    """The parameters of a policy that learn, as its model names them."""
+    """The names of the trainable parameters in the model of a policy."""
     named = policy.model.named_parameters()
     return [name for name, parameter in named if parameter.requires_grad]
 
 
 def saved_adapter(folder, base, *, how=None, **settings):
-    """A folder, as peft saves an adapter of a model's folder; `how` is what it is told there."""
+    """Saves an adapter of a model's folder with peft; `how` are arguments of the saving."""
     torch.manual_seed(1)
     drawn = {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False} | settings
     with quiet():
@@ -133,7 +133,7 @@ def saved_adapter(folder, base, *, how=None, **settings):
 
 
 def drawn_adapter(model):
-    """Its second matrices are zero at first, and so would be the gradients of the first ones."""
+    """Draws the second matrices, which start at zero and would make the first gradients zero."""
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)

@@ -1,10 +1,10 @@
-"""Files as a disk may give them back: with one bit that is another."""
+"""Files with one flipped bit."""
 
 import random
 
 
 def flipped(content, count=60):
-    """The bytes once for each of so many bits."""
+    """The bytes with one flipped bit, for each of `count` drawn bits."""
     bits = range(8 * len(content))
     for bit in random.Random(0).sample(bits, min(count, len(bits))):
         damaged = bytearray(content)
@@ -13,7 +13,7 @@ def flipped(content, count=60):
 
 
 def flip_bits(path, count=60):
-    """Damages a file so many times; afterwards it is whole again."""
+    """Damages a file `count` times and restores it at the end."""
     good = path.read_bytes()
     for damaged in flipped(good, count):
         path.write_bytes(damaged)

@@ -1,6 +1,6 @@
 """A process that has imported everything, and forks commands of `align` that start at once.
 
-It serves each client in a fork of its own: requests come and answers go, one JSON object a line.
+It serves each client in a fork of its own. Requests and answers are one JSON object a line.
 """
 
 import atexit
@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-# Of Linux, which Python 3.11 has no names for.
+# Linux constants without a name in Python 3.11.
 SET_CHILD_SUBREAPER, NEW_MOUNTS, NEW_USER = 36, 0x20000, 0x10000000
-# What both stages import, down to what libraries import late: each fork would do it again.
+# All imports of both stages, late ones of libraries too: each fork would repeat them.
 IMPORTED = (
     *("align.cli", "align.pipeline.precompute.precompute", "align.pipeline.train.train"),
     *("align.pipeline.train.trained_model", "align.pipeline.train.run_report"),
@@ -53,7 +53,7 @@ def main(address):
 
 
 def serve(client):
-    """Forks and waits as a client asks, until it is gone."""
+    """Forks and waits for a client until it closes its connection."""
     for line in client:
         request = json.loads(line)
         if "wait" in request:
@@ -65,14 +65,14 @@ def serve(client):
 
 
 def import_everything():
-    """And the patterns of names that transformers makes for its first model."""
+    """Makes the patterns of names too that transformers makes for its first model."""
     for name in IMPORTED:
         importlib.import_module(name)
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("")
 
 
 def wait(pid, seconds):
-    """How the process ended, a signal as a negative number; None when it is not over by then."""
+    """The exit code of a process, a signal as a negative number; None if it still runs."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with suppress(ChildProcessError):  # its launcher lives
@@ -92,7 +92,7 @@ def forked(request):
 
 
 def launched(request):
-    """The same below a launcher, whom it may outlive: orphans become children of this process."""
+    """Forks a launcher that forks it; orphans become children of this process."""
     ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     reads, writes = os.pipe()
     launcher = os.fork()
@@ -108,7 +108,7 @@ def launched(request):
 def become(request):
     """Turns this process into a command, or into another program of this folder.
 
-    What Python does at an end is done, but for taking all modules down, which takes half a second.
+    At its end Python's exit functions run, but modules stay: taking them down takes half a second.
     """
     os.chdir(request["cwd"])
     os.environ.update(request["env"])
@@ -136,7 +136,7 @@ def become(request):
 
 @contextmanager
 def meanwhile(request):
-    """What befalls the command besides: faults of its disk, or a small one."""
+    """Gives the command disk faults, or a small disk."""
     with ExitStack() as stack:
         if faults := request["env"].get("DISK_FAULTS"):
             importlib.import_module("support.disk_faults").arm(faults)
@@ -147,7 +147,7 @@ def meanwhile(request):
 
 @contextmanager
 def small_disk(folder, size, kept):
-    """A disk of so many bytes that this process alone sees; what is on it in the end is kept."""
+    """A disk of this size that only this process sees; its files are copied at the end."""
     libc = ctypes.CDLL(None, use_errno=True)
     mine = {"setgroups": "deny", "uid_map": f"0 {os.getuid()} 1", "gid_map": f"0 {os.getgid()} 1"}
     assert libc.unshare(NEW_USER | NEW_MOUNTS) == 0, os.strerror(ctypes.get_errno())

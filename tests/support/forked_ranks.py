@@ -1,4 +1,4 @@
-"""Forks processes, such as the ranks of a world, from one that has imported for all of them."""
+"""Forks the ranks of a world from one process that has imported for all of them."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ COMPUTE_ON = "ALIGN_TEST_RANKS_ON"
 
 
 def device_of_ranks():
-    """What ranks of a test world compute on; on GPUs each has its own, and they meet over NCCL."""
+    """The device of the ranks of a test world; each has a GPU of its own if it is not a CPU."""
     return os.environ.get(COMPUTE_ON, "cpu")
 
 
@@ -43,6 +43,6 @@ def join(action, environment):
 
 
 def require_good_ends(children):
-    """Waits for processes, of which none may fail."""
+    """Waits for processes; none may fail."""
     ended = [os.waitstatus_to_exitcode(os.waitpid(one, 0)[1]) for one in children]
     assert not any(ended), ended

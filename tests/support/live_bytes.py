@@ -1,4 +1,4 @@
-"""How many bytes of tensors a process holds at once."""
+"""The bytes of all tensors of a process."""
 
 import weakref
 
@@ -41,5 +41,5 @@ class LiveBytes(TorchDispatchMode):
         self.most = max(self.most, self.now)
 
     def restart(self):
-        """A new peak is measured from here on."""
+        """Measures a new peak from here on."""
         self.most = self.now

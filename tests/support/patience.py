@@ -1,12 +1,12 @@
-"""How long tests wait for what is to happen."""
+"""How long tests wait."""
 
 import time
 
-PATIENCE = 1000  # seconds, of what hangs alone: a machine that does much else beside it is slow
+PATIENCE = 1000  # seconds; only a hang takes so long, even on a busy machine
 
 
 def wait_until(holds):
-    """Returns when something has come true that has to."""
+    """Waits until a condition holds."""
     deadline = time.monotonic() + PATIENCE
     while not holds():
         assert time.monotonic() < deadline, "it never came true"

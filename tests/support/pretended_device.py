@@ -1,4 +1,4 @@
-"""An accelerator that is not there: its tensors say so, and their numbers are computed on the CPU.
+"""A pretended accelerator: its tensors claim to be there, and the CPU computes their numbers.
 
 Inside `PretendedDevice()` an operation on tensors of both devices raises, in a backward pass too,
 and everything for which a host would wait for a GPU is written down with the line of align that
@@ -16,21 +16,21 @@ from support.waits import Waits
 
 
 class _Event:
-    """It has happened: copies are made at once."""
+    """An event that has happened: copies are made at once."""
 
     def synchronize(self):
-        """What makes the host wait for what was queued before the event."""
+        """Notes that the host waits for all that was queued before the event."""
         WAITS.add("an event")
 
 
 class _Stream:
-    """Work is done in the order in which it is given."""
+    """A stream that does its work at once."""
 
     record_event = staticmethod(_Event)
 
 
 class _Module:
-    """What torch asks of `torch.pretend`; random numbers are drawn on the CPU."""
+    """The module `torch.pretend` as torch needs it; random numbers come from the CPU."""
 
     get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
     set_rng_state = staticmethod(lambda state, device=None: torch.set_rng_state(state))
@@ -52,7 +52,7 @@ for tiles in (fused_head.TILE_ROWS, fused_head.TILE_VOCABULARY):
     tiles[DEVICE.type] = tiles["cpu"]
 # They take tensors of two devices, as on a GPU.
 COPIES = {aten.copy_.default, aten._to_copy.default}
-# The size of their result, or what follows, depends on numbers that only the device knows.
+# The size of their result, or the next operation, depends on numbers of the device.
 ASKING = {
     aten._local_scalar_dense.default,
     aten.bincount.default,
@@ -88,7 +88,7 @@ class Pretended(torch.Tensor):
         return f"Pretended({self.raw})"
 
     def tolist(self):
-        """What makes the host wait: torch reads the memory of a plain tensor."""
+        """Notes that the host waits: torch reads the memory of a plain tensor."""
         WAITS.add("tolist")
         return self.raw.tolist()
 
@@ -184,7 +184,7 @@ def _is_slow_copy(func, args, kwargs):
 
 
 def _asks(func, args, kwargs):
-    """Whether the host has to know a number first, by what it is given."""
+    """Whether the host needs a number of the device first, by the arguments."""
     if func is aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
     if func in {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}:
@@ -209,7 +209,7 @@ def _wrapped(value):
         return Pretended(value)
 
 
-# What torch does below any mode: `torch.tensor(…, device=…)` makes its storage and fills it there.
+# Below any mode: `torch.tensor(…, device=…)` makes its storage and fills it there.
 def _empty(size, stride=None, *, dtype=None, layout=None, device=None, pin_memory=None, **_):
     strided = stride is not None
     make = torch.empty_strided if strided else torch.empty

@@ -1,7 +1,7 @@
 """Worlds of ranks, forked from one process that has imported for all of them.
 
-A program of the fork server: the folder to write to, and its worlds: `NAME=RANKS` and the cases
-that its ranks go through, each followed by what it is given: `two=2 loaded/experts one=1 summed`.
+A program of the fork server. It is given the folder to write to and its worlds: `NAME=RANKS`, then
+the cases of its ranks with their words: `two=2 loaded/experts one=1 summed`.
 """
 
 import gc
@@ -24,7 +24,7 @@ from support.rooms import TESTS
 
 
 def wait_for_slow_first_rank(world, _):
-    """What each way to wait gives, where collectives may take no longer than half a second."""
+    """The results of each way to wait, while a collective may take half a second at most."""
 
     def slow():
         if world.rank == 0:
@@ -52,7 +52,7 @@ def refused_by_the_last(world, _):
 
 
 def on_device(world, folder, *words):
-    """A step on the pretended accelerator, which stays that of this process."""
+    """A step on the pretended accelerator, which this process keeps from then on."""
     from support import device_steps  # noqa: PLC0415
 
     return device_steps.compared(folder / "everything", *words)
@@ -77,14 +77,14 @@ CASES = {
 
 @dataclass(frozen=True)
 class Seen:
-    """What each rank of a world wrote down, and the folder in which it did."""
+    """The results of each rank of a world, and the folder of the world."""
 
     ranks: list
     folder: Path
 
 
 def seen_in(server, root, inputs, *, device="cpu", **worlds):
-    """What each rank of each world saw; a world is the number of its ranks and their cases.
+    """Runs worlds, each given by the number of its ranks and their cases.
 
     Each has a folder of its own, in which the inputs lie under their names.
     """

@@ -1,4 +1,4 @@
-"""How far apart two right answers in float32 may be, and what follows for what is made of them."""
+"""The largest difference of two right results in float32, and of what is computed from them."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ EPSILON = 1e-4
 
 
 def apart(rates, *, norm=1.0):
-    """How far weights end apart beside EPSILON, of the sum of the learning rates.
+    """The largest difference of weights trained with EPSILON, for a sum of learning rates.
 
     Gradients are clipped to a norm, and elements of them 1e-7 of it apart.
     """
@@ -21,5 +21,5 @@ def apart(rates, *, norm=1.0):
 
 
 def largest_difference(some, others):
-    """Between the numbers of two lists."""
+    """The largest difference between the numbers of two lists."""
     return np.abs(np.array(some) - np.array(others)).max()

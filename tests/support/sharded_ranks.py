@@ -1,4 +1,4 @@
-"""A rank of a test world: loads policies for ZeRO-3 in every way."""
+"""A rank of a test world loads policies for ZeRO-3 in every way."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ DAMAGED = {
     "another shape": {"model.norm.weight": torch.ones(7)},
 }
 LARGE = TINY | {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 352}
-# The folder of each, and how it is loaded: float32 is also read from what lies there in bfloat16.
+# The folder of each, and how it is loaded; bfloat16 weights are loaded as float32 too.
 KINDS = {
     "values": ("tied", {"head": "values"}),
     "adapted, bfloat16": ("causal", {"adapted": True, "dtype": "bfloat16"}),
@@ -45,7 +45,7 @@ KINDS = {
 
 
 def loader_of(options, train, world):
-    """What loads a folder in parts on these ranks."""
+    """A function that loads a folder in parts on these ranks."""
     found = resolve(options)
     context = EngineContext(found.dtype, found.hidden_size, world.size)
     config = loading_config(train, world, context)
@@ -53,7 +53,7 @@ def loader_of(options, train, world):
 
 
 def counted(world, folder):
-    """Bytes that this rank holds at once while it loads, stored in float32 and computed so."""
+    """The peak in bytes of this rank while it loads a float32 model."""
     train = TrainOptions(dtype="float32", **PRESET)
     path = str(folder / "models" / "large")
     options = ModelOptions(path=path, device="cpu", dtype="float32")
@@ -70,7 +70,7 @@ def counted(world, folder):
 
 
 def loaded(world, folder, kind):
-    """The first step of a policy of which every rank has loaded its part, or the whole."""
+    """The first step of a policy that ranks loaded in parts, and of one loaded whole."""
     return {way: first_step(world, folder, kind, way=way) for way in ("sharded", "whole")}
 
 
@@ -106,7 +106,7 @@ def first_step(world, folder, kind, *, way):
 
 
 def refused(world, folder, kind):
-    """The error of each rank, of which only the last has the folder as it is not to be."""
+    """The error of each rank; only the last one has a damaged folder."""
     whole, damaged = (folder / "models" / name for name in ("causal", kind))
     train = TrainOptions(dtype="float32", **PRESET)
     path = damaged if world.rank == world.size - 1 else whole
@@ -123,7 +123,7 @@ def digest(tensor):
 
 
 def make_models(folder):
-    """The models that are loaded, and an adapter for one of them."""
+    """Makes the models, and an adapter for one of them."""
     saved(folder / "large", **LARGE)
     saved(folder / "tied", tie_word_embeddings=True, **TINY)
     saved(folder / "untied", **TINY)

@@ -15,7 +15,7 @@ from support.stub_reference import StubReference
 
 
 class Silent:
-    """A progress nobody watches."""
+    """A progress display that shows nothing."""
 
     def _hears_nothing(self, *_, **__):
         pass
@@ -24,7 +24,7 @@ class Silent:
 
 
 class Acting(Silent):
-    """Does something as a task begins, whose name it gets, and as rows are read or scored.
+    """Calls functions as a task begins, with its name, and as rows are read or scored.
 
     Tokens come with rows that are scored.
     """
@@ -35,7 +35,7 @@ class Acting(Silent):
 
 
 class Heard(Silent):
-    """Keeps what is said, and when a task begins."""
+    """Keeps all lines, and the names of tasks."""
 
     def __init__(self):
         self.lines = []
@@ -77,18 +77,18 @@ def child(config, faults="", *, part=None, reference=None, stderr=os.devnull, en
 
 
 class Gate:
-    """Lets a child come as far as its scorer, tells so, and holds it there until it is opened."""
+    """Holds a child at its scorer until the gate is opened."""
 
     def __init__(self):
         self.reached = CHILDREN.Event()
         self.opened = CHILDREN.Event()
 
     def reference(self):
-        """A reference whose scorer stands behind this gate."""
+        """A reference that opens its scorer behind this gate."""
         return StubReference(opening=self.wait)
 
     def wait(self):
-        """As its scorer does."""
+        """Waits in the child."""
         self.reached.set()
         assert self.opened.wait(PATIENCE)
 

@@ -1,4 +1,4 @@
-"""A policy small enough to spread, save and compare dozens of times in a second."""
+"""A policy so small that a second is enough to shard, save and compare it dozens of times."""
 
 import torch
 from torch import nn
@@ -41,7 +41,7 @@ class TinyPolicy(nn.Module):
 
 
 def some_trees(generator, count):
-    """Trees with one or two branches of one to six tokens."""
+    """Trees with one or two branches of one to six tokens each."""
     trees = []
     for _ in range(count):
         prompt = generator.integers(0, VOCABULARY, 3, "int32")

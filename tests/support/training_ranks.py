@@ -1,4 +1,4 @@
-"""A rank of a test world trains the same in every way, cut up and spread, and meets trouble.
+"""A rank of a test world trains in micro-batches and on several ranks, and meets trouble.
 
 A case is KIND/MICRO-BATCHES/PRESET and words. The folder of the launch holds its caches by their
 names.
@@ -25,8 +25,8 @@ from support.training_world import Recorded, facts, job_of, learn, session_of, t
 
 # Tokens per micro-batch that make one, three, and five of a step's five rows.
 BUDGETS = {"whole": 100_000, "thirds": 250, "rows": 1}
-# A cache, a method, its options: one method for each kind of step, which is what is asked before a
-# loss or remembered, and what is read of tokens, scores and labels.
+# A cache, a method, its options. There is one method for each kind of step: what it computes before
+# the loss, what it keeps, and what it reads of tokens, scores and labels.
 KINDS = {
     "dpo": ("pairs", "dpo", {}),
     "kto": ("pairs", "kto", {}),
@@ -38,7 +38,7 @@ KINDS = {
     "table-wpo": ("everything", "dpo", {"wpo": True}),
     "experts": ("experts", "dpo", {}),
 }
-STEPS = {"kto": 4}  # which are two epochs, with other partners in the second; of all others 3
+STEPS = {"kto": 4}  # two epochs, with other partners in the second; all others take 3
 LEARNING = {
     "warmup": 0.0,
     "schedule": "constant",
@@ -77,7 +77,7 @@ DEVICES = (
 
 
 def trained(kind, world, folder, budget, preset, *words):
-    """What this rank saw of a training."""
+    """The results of a training on this rank."""
     cache, method, options = KINDS[kind]
     job = job_of(
         folder / cache,
@@ -114,7 +114,7 @@ def _plain(samples):
 
 @contextmanager
 def nearest_ties():
-    """How far the last expert that is chosen is ahead of the next, of each router and pass."""
+    """The lead of the last chosen expert over the next one, for each router and pass."""
     found = []
 
     def look(module, _, outputs):
@@ -129,7 +129,7 @@ def nearest_ties():
         hook.remove()
 
 
-# Single ones, two in a row, and at last as many in a row as are borne.
+# Single ones, two in a row, and at last as many in a row as end the run.
 WRONG = [2, 4, 5, 7, 8, 9]
 TROUBLE = {
     "loss": ("dpo", "zero2"),
@@ -139,7 +139,7 @@ TROUBLE = {
 
 
 class Spoiled:
-    """An engine that gives one wrong answer in each wrong step: its last rank's first one."""
+    """An engine whose last rank gives one wrong output at the start of each wrong step."""
 
     def __init__(self, engine, kind):
         self._engine, self._kind = engine, kind
@@ -150,7 +150,7 @@ class Spoiled:
         return getattr(self._engine, name)
 
     def set_lr(self, lr):
-        """The loop does it once at the start of each step."""
+        """The loop calls it once at the start of each step."""
         self._step += 1
         self._is_next = is_last(self._engine.world) and self._step in WRONG
         self._engine.set_lr(lr)
@@ -198,7 +198,7 @@ def nonfinite(world, folder, kind):
 
 
 def digest(engine):
-    """Of all weights; of nothing but on the first rank."""
+    """The digest of all weights on the first rank, and of nothing on the others."""
     whole = hashlib.sha256()
     for tensor in engine.weights().values():
         whole.update(tensor.numpy().tobytes())
@@ -206,7 +206,7 @@ def digest(engine):
 
 
 def stop_reasons(world, folder):
-    """What each rank makes of reasons to stop that only the last one has."""
+    """How each rank ends for a reason that only the last one has."""
     job = job_of(folder / "pairs", "dpo", max_steps=6, eval_fraction=0.2)
     session = session_of(job, world)
     asks = is_last(world)
@@ -237,7 +237,7 @@ def stop_reasons(world, folder):
 
 
 class Damaged:
-    """A feed of whose one source no row can be read."""
+    """A feed with one source that cannot be read."""
 
     def __init__(self, feed, source):
         self._feed, self._source = feed, source

@@ -1,4 +1,4 @@
-"""A world to train in: a very small model, caches of its log-probs, and runs over them."""
+"""A very small model, caches of its log-probs, and trainings on them."""
 
 from copy import copy
 from dataclasses import dataclass, field
@@ -31,13 +31,13 @@ SHAPE = ModelShape(hidden_size=32, layers=2, heads=2, key_value_heads=1, interme
 ROWS = 54
 START = State()
 ALONE = World(0, 1, 0)
-# What depends on the machine, and what tells how a step was cut.
+# Metrics that depend on the machine, or on how a step was cut.
 MACHINE = ("speed/", "memory/", "padding")
 
 
 @dataclass(frozen=True)
 class TrainingWorld:
-    """An untrained model, and what it thinks of pairs and of single answers."""
+    """The folders of an untrained model, and of caches of its log-probs."""
 
     folder: Path
 
@@ -52,7 +52,7 @@ class TrainingWorld:
 
     @property
     def labels(self):
-        """One completion of each prompt: first all good ones, then all bad ones."""
+        """One completion for each prompt: first all good ones, then all bad ones."""
         return self.folder / "labels"
 
     @property
@@ -62,7 +62,7 @@ class TrainingWorld:
 
 
 def make_training_world(folder, tokenizer):
-    """Makes everything that training starts from."""
+    """Makes the model, the data and the caches."""
     preferences = make_pairs(
         folder, AutoTokenizer.from_pretrained(tokenizer), rows=ROWS, pretrain_steps=0
     )
@@ -76,7 +76,7 @@ def make_training_world(folder, tokenizer):
 
 
 def with_numbers(pairs):
-    """Every column of numbers that pairs may have."""
+    """Adds every numeric column that pairs may have."""
     drawn = np.random.default_rng(0).normal(size=(4, len(pairs)))
     columns = {
         "chosen_score": 1 + drawn[0],
@@ -119,7 +119,7 @@ def scored(folder, name, *, kl_pairs, token_logps=False, output="", model=None, 
 
 
 def job_of(cache, method, *, options=None, lora=None, device="cpu", **settings):
-    """A run that is about to begin, in float32, without MLflow."""
+    """A checked run, not started, in float32 and without MLflow."""
     plain = {"batch_size": 8, "epochs": 2, "lr": 1e-3, "dtype": "float32", "deepspeed": "zero0"}
     config = Config(
         model=ModelOptions(device=device),
@@ -134,7 +134,7 @@ def job_of(cache, method, *, options=None, lora=None, device="cpu", **settings):
 
 
 def session_of(job, world):
-    """The run on a rank, its data read and its policy loaded; what it records is kept."""
+    """The run on a rank, with its data and its policy loaded; its records are kept."""
     run = copy(job)
     run.world, run.records = world, Recorded()
     load(run, Silent())
@@ -150,7 +150,7 @@ def trained(job, progress=None):
 
 @dataclass
 class Recorded:
-    """Everything that the loop records."""
+    """Keeps everything that the loop records."""
 
     steps: list = field(default_factory=list)  # (step, metrics)
     evaluations: list = field(default_factory=list)  # (step, metrics)
@@ -186,17 +186,17 @@ class Recorded:
 
 
 def through(run, start=START, *, recorded=None, stop=None):
-    """Takes a run's steps; returns what was recorded, the state at the end and the reason."""
+    """Takes a run's steps; returns the records, the last state and the reason of the end."""
     run.records, run.stop = recorded or Recorded(), stop or StopConditions()
     return run.records, *learn_steps(run, start)
 
 
 def learn(job, world):
-    """Trains as `align train` does, but for what it leaves on disk."""
+    """Trains as `align train` does, but writes nothing."""
     run = session_of(job, world)
     return run, through(run)[0]
 
 
 def facts(metrics):
-    """The metrics that owe nothing to the machine."""
+    """The metrics that do not depend on the machine."""
     return {name: value for name, value in metrics.items() if not name.startswith(MACHINE)}

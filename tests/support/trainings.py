@@ -68,10 +68,10 @@ class Server:
             self._stream = client.makefile("rw")
 
     def start(self, *arguments, cwd=None, ranks=1, faults=(), launcher=None, **more):
-        """Begins a command on so many ranks; `faults` are those of rank 0, rank 1, …
+        """Starts a command on several ranks; `faults` are those of rank 0, rank 1, …
 
-        `launcher` gives the environment of a rank, from its number and a free port; torchrun's is
-        the usual one. What more there is, fork_server reads.
+        `launcher` returns the environment of a rank from its number and a free port; the default is
+        torchrun's. The fork server reads all other arguments.
         """
         with socket.socket() as door:
             door.bind(("127.0.0.1", 0))
@@ -88,11 +88,11 @@ class Server:
         return Training(tuple(processes))
 
     def run(self, *arguments, **how):
-        """Gives a command and waits for it; returns what its first rank said."""
+        """Runs a command to its end; returns the answer of its first rank."""
         return self.start(*arguments, **how).answers()[0]
 
     def fork(self, arguments, cwd, environment, **more):
-        """Begins a command in one process."""
+        """Starts a command in one process."""
         self._count += 1
         out, err = (self._home / f"{self._count}.{name}" for name in ("out", "err"))
         request = {
@@ -106,7 +106,7 @@ class Server:
         return Process(self, out=out, err=err, **self._ask(request))
 
     def wait(self, pid, seconds):
-        """How one of them ended; None when it has not by then."""
+        """The exit code of a process; None if it still runs after so many seconds."""
         return self._ask({"wait": pid, "seconds": seconds})["code"]
 
     def close(self):
@@ -129,7 +129,7 @@ class Process:
     launcher: int = 0  # the process that started it, where it has one of its own
 
     def answer(self):
-        """Waits for its end; a process that does not end is killed and told of."""
+        """Waits for its end; kills a process that does not end."""
         code = self.server.wait(self.pid, PATIENCE)
         if code is None:
             os.kill(self.pid, signal.SIGKILL)
@@ -147,12 +147,12 @@ class Training:
         return [process.answer() for process in self.processes]
 
     def signal(self, number):
-        """Sends a signal to all, as a launcher does."""
+        """Sends a signal to all ranks, as a launcher does."""
         for process in self.processes:
             os.kill(process.pid, number)
 
     def until(self, said):
-        """Waits until the first rank has said something, and is still at work."""
+        """Waits until the first rank has written a text and still runs."""
         first = self.processes[0]
         while not first.err.exists() or said not in first.err.read_text():
             assert first.server.wait(first.pid, 0.02) is None, first.err.read_text()
@@ -160,7 +160,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Person:
-    """Gives commands in a folder of their own."""
+    """A user who runs commands in a folder of his own."""
 
     server: Server
     folder: Path
@@ -171,16 +171,16 @@ class Person:
         return self.folder / "home"
 
     def tries(self, *words, faults=""):
-        """A command in a process of its own."""
+        """Runs a command to its end."""
         return self.starts(*words, faults=faults).answer()
 
     def starts(self, *words, faults=""):
-        """A command that may still be at work."""
+        """Starts a command."""
         more = {"ALIGN_HOME": str(self.home), disk_faults.VARIABLE: faults}
         return self.server.fork(words, self.folder, {**self.environment, **more})
 
     def gives(self, *words):
-        """A command that has to succeed."""
+        """Runs a command that must succeed."""
         answer = self.tries(*words)
         assert answer.code == 0, answer
         return answer
@@ -188,13 +188,13 @@ class Person:
 
 @dataclass(frozen=True)
 class Course:
-    """A cache, and short runs over it that differ in what they are given."""
+    """A cache, and short runs over it that differ in their options."""
 
     server: Server
     folder: Path
-    known: dict = field(default_factory=dict)  # runs that nobody stopped, by what they were given
+    known: dict = field(default_factory=dict)  # uninterrupted runs by their options
 
-    # Six steps with everything that could be lost between two of them: dropout, mismatched pairs.
+    # Six steps with all that could be lost between two of them: dropout, KL completions.
     SHORT = (
         *("--method", "kto", "--batch-size", 4, "--max-steps", 6, "--lr", 1e-3),
         *("--eval-fraction", 0.1, "--eval-every", 3, "--save-every", 2, "--no-mlflow"),
@@ -204,7 +204,7 @@ class Course:
 
     @property
     def cache(self):
-        """Of sixty paired rows."""
+        """A cache of sixty pairs."""
         return self.folder / "cache"
 
     @property
@@ -222,11 +222,11 @@ class Course:
         assert answer.code == 0, answer
 
     def start(self, run, *more, **how):
-        """Begins a short run in a folder."""
+        """Starts a short run in a folder."""
         return self.server.start(*self.arguments(run, *more), **how)
 
     def arguments(self, run, *more):
-        """The words of a short run; of an option given twice the last counts."""
+        """The command line of a short run; the last of two equal options counts."""
         return ("train", "--cache", self.cache, "--output", run, *self.SHORT, *more)
 
     def run(self, run, *more, **how):
@@ -236,7 +236,7 @@ class Course:
         return answer
 
     def whole(self, *more, ranks=1):
-        """The folder of a run that nobody stopped, made when it is first asked for."""
+        """The folder of an uninterrupted run, made when it is first needed."""
         key = (*map(str, more), ranks)
         if key not in self.known:
             folder = self.folder / f"whole-{len(self.known)}"
@@ -246,12 +246,12 @@ class Course:
 
 
 def weights(run):
-    """The trained weights as a digest; that of another run is equal only where every bit is."""
+    """A digest of the trained weights."""
     return hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
 def require_same(run, whole):
-    """Requires the weights of another run bit by bit, and every number on the way to them."""
+    """Requires two runs to have the same bits in weights, metrics and row margins."""
     assert weights(run) == weights(whole)
     assert learned(run) == learned(whole)
     tables = [read_margins(RunFolder(one).rows) for one in (run, whole)]
@@ -259,14 +259,14 @@ def require_same(run, whole):
 
 
 def saved(run):
-    """The step of the newest checkpoint, and how many ranks saved it under which stage."""
+    """The step, the number of ranks and the ZeRO stage of the newest checkpoint."""
     checkpoint = chosen_in(RunFolder(run))
     identity = checkpoint.identity
     return checkpoint.state.step, identity.world_size, identity.zero_stage
 
 
 def distances(run, whole):
-    """How far losses and weights are apart at most."""
+    """The largest difference of losses and of weights."""
     found, expected = (
         {line["step"]: line["loss"] for line in learned(one) if "loss" in line}
         for one in (run, whole)
@@ -286,9 +286,9 @@ def distances(run, whole):
 
 
 def refused(course, code, run, *more, ranks=1, names=()):
-    """Gives a command that every rank must refuse alike, touching nothing; returns what it says.
+    """Runs a command that every rank must refuse alike without a change; returns its message.
 
-    It names each of these.
+    The message must contain all `names`.
     """
     from support.stage_one import contents  # noqa: PLC0415  it imports stage 1
 
@@ -303,7 +303,7 @@ def refused(course, code, run, *more, ranks=1, names=()):
 
 
 def learned(run):
-    """Every line of the metrics but what depends on the machine and its load."""
+    """The metrics of each line that do not depend on the machine and its load."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     of_today = ("time", "speed/", "memory/")
     return [{name: line[name] for name in line if not name.startswith(of_today)} for line in lines]

@@ -11,7 +11,7 @@ _HOUSES = tuple(f"{ROOT / room}/" for room in ROOMS)
 
 
 def place_of(name):
-    """`stages/…` of a file of align, `LIBRARY/…` of another; empty of torch and of tests."""
+    """`stages/…` for a file of align, `LIBRARY/…` for a library, empty for torch and tests."""
     name = os.path.realpath(name)
     if name.startswith(_HOUSES):
         return str(Path(name).relative_to(ROOT))
@@ -26,7 +26,7 @@ class Waits:
         self.seen = Counter()
 
     def add(self, what):
-        """Notes one, by the innermost line under way that is neither torch's nor a test's."""
+        """Notes a wait under the innermost line that is neither torch's nor a test's."""
         frame = sys._getframe(1)
         while frame is not None and not (place := place_of(frame.f_code.co_filename)):
             frame = frame.f_back
@@ -34,6 +34,6 @@ class Waits:
         self.seen[f"{where} {what}"] += 1
 
     def taken(self):
-        """Those so far, which are forgotten."""
+        """Returns the waits so far and forgets them."""
         seen, self.seen = dict(self.seen), Counter()
         return seen

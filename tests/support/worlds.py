@@ -1,4 +1,4 @@
-"""The tiny world as tests need it: its data in more shapes."""
+"""The tiny world with its data in all shapes that tests need."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +85,7 @@ def make_data(folder, *, rows, seed=0):
 
 
 def paired_chat(preferences):
-    """Conversations: prompt, and the turns that chosen and rejected add to it."""
+    """Conversations: a prompt, and the turns of chosen and rejected."""
     columns = {
         "prompt": [one.prompt for one in preferences],
         "chosen": [[turn(one.chosen)] for one in preferences],

@@ -20,7 +20,7 @@ MIXTURE = {
 
 @pytest.fixture(scope="session")
 def mixture_cache(tokenizer_folder, tmp_path_factory):
-    """Pairs, as a mixture of experts thinks of them."""
+    """A cache of pairs that a mixture of experts scored."""
     folder = tmp_path_factory.mktemp("mixture")
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     vocabulary = {
@@ -37,8 +37,7 @@ def mixture_cache(tokenizer_folder, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def launch(server, tmp_path_factory, training_world, mixture_cache):
-    """Has worlds of ranks go through cases; gives what each of them saw."""
-
+    """Runs cases in worlds of ranks; returns the results of each rank."""
     caches = {name: getattr(training_world, name) for name in ("pairs", "labels", "everything")}
     caches |= {"experts": mixture_cache}
 
@@ -52,7 +51,7 @@ def launch(server, tmp_path_factory, training_world, mixture_cache):
 
 @pytest.fixture(scope="session")
 def worlds(launch):
-    """What one process saw, two that train together, and one on the pretended device."""
+    """The results of one process, of two ranks, and of one process on the pretended device."""
     trouble = [*(f"nonfinite/{kind}" for kind in TROUBLE), "stop reasons"]
     return launch(alone=(1, *ALONE), spread=(2, *SPREAD, *trouble), devices=(1, *DEVICES))
 

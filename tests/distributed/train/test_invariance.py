@@ -1,4 +1,4 @@
-"""How a step is cut, and over how many ranks it is spread in which way, changes no result."""
+"""Neither micro-batches nor ranks nor the ZeRO stage change a result."""
 
 import math
 from itertools import product
@@ -60,7 +60,7 @@ def test_a_second_rank_changes_no_result(alone, spread, case):
 
 @pytest.fixture(scope="module")
 def on_gpus(launch, device, several):
-    """What one rank saw on a GPU, and those of each case, which meet over NCCL."""
+    """The results of one rank on a GPU, and of the ranks of each case, which meet over NCCL."""
     wholes = {whole(case) for case in SPREAD}
     seen = launch(device, alone=(1, *sorted(wholes)), two=(2, *SPREAD))
     return seen["alone"][0], seen["two"]
@@ -102,7 +102,7 @@ def test_what_is_compared_has_moved_from_the_reference(alone, training_world, ki
 
 
 def test_no_token_is_so_near_a_tie_that_rounding_chooses_its_experts(alone):
-    """Else their training could end elsewhere: the second and the third best are told apart."""
+    """Otherwise rounding could swap the second and the third best expert."""
     assert alone["experts/whole/zero0"]["nearest_tie"] > 1e-5
 
 

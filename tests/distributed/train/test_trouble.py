@@ -1,4 +1,4 @@
-"""What goes wrong on the last rank, and what each rank makes of it."""
+"""Something goes wrong on the last rank, and every rank reacts alike."""
 
 import math
 
@@ -18,8 +18,8 @@ def test_a_step_that_is_not_finite_leaves_every_bit_and_every_rank_refuses_it(sp
         seen = rank[f"nonfinite/{kind}"]
         assert [step for step, _ in seen["refused"]] == WRONG
         assert seen["error"].startswith("6: Step 9: ")  # with exit code 6
-        told = [step for step, loss in enumerate(seen["losses"], 1) if not math.isfinite(loss)]
-        assert told == ([] if "gradient" in kind else WRONG[:-1])
+        logged = [step for step, loss in enumerate(seen["losses"], 1) if not math.isfinite(loss)]
+        assert logged == ([] if "gradient" in kind else WRONG[:-1])
 
 
 @pytest.mark.parametrize("kind", TROUBLE)
