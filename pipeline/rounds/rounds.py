@@ -58,14 +58,14 @@ from .rounds_evaluation import evaluate, stop_reason
 from .served_policy import ServedPolicy
 
 # The metrics of a training that a round repeats, from the last line of metrics.jsonl.
-TRAIN_METRICS = [
+TRAIN_METRICS = (
     "loss",
     "rewards/margins",
     "rewards/accuracies",
     "rewards/ties",
     "kl/raw",
     "kl/tokens",
-]
+)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,14 @@ def _finished_rounds(rounds: Rounds) -> list[FinishedRound]:
     root, run = rounds.root, RunFolder(rounds.folder(1) / "run")
     for name in ("rounds.json", "rounds.jsonl", "prompts.parquet", "held-out.parquet"):
         fs.drop_drafts(root / name)
-    before, lines = ROUNDS_RECORD.find(root / "rounds.json"), _read_lines(root / "rounds.jsonl")
+    path, lines = root / "rounds.jsonl", list[FinishedRound]()
+    if path.exists():
+        try:
+            found = fs.read_bytes(path).splitlines(keepends=True)
+            lines = [from_signed_json(FinishedRound, line) for line in found]
+        except CodecError as error:
+            raise damaged(path, str(error), "Restore it from a copy.") from error
+    before = ROUNDS_RECORD.find(root / "rounds.json")
     now = RoundsRecord(dict(rounds.must_match))
     changes = differences(before.binding, now.binding, had="the rounds have") if before else {}
     if changes and (len(lines) > 1 or run.steps() or run.model.exists()):
@@ -152,7 +159,7 @@ def _finished_rounds(rounds: Rounds) -> list[FinishedRound]:
         )
     if changes:
         lines = []  # the first model is evaluated again
-        fs.unlink(root / "rounds.jsonl")
+        fs.unlink(path)
         fs.fsync(root)
         # A cache never changes, and only settings of the training keep its rows the same.
         if not all(name.startswith(("train.", "lora.", "method.")) for name in changes):
@@ -168,16 +175,6 @@ def _finished_rounds(rounds: Rounds) -> list[FinishedRound]:
                 "copy, or choose another --output."
             )
     return lines
-
-
-def _read_lines(path: Path) -> list[FinishedRound]:
-    if not path.exists():
-        return []
-    try:
-        lines = fs.read_bytes(path).splitlines(keepends=True)
-        return [from_signed_json(FinishedRound, line) for line in lines]
-    except CodecError as error:
-        raise damaged(path, str(error), "Restore it from a copy.") from error
 
 
 def _make_folder(path: Path) -> None:

@@ -46,4 +46,4 @@ class ServedPolicy(Sampler):
             key_variable="",  # the key in the settings is the judge's
             max_tokens=0,  # a server of this machine costs nothing
         )
-        return sampler_of(model, self.config.tokens, server, self.config.scoring).open(sampling)
+        return sampler_of(replace(self.config, server=server)).open(sampling)

@@ -115,7 +115,10 @@ def judge(
     made_from = {"samples": source.root, **opened.made_from}
     settings = {"by": options.by, **opened.settings}
     inputs = (made_from, settings, source.sampling)
-    existing = _existing_table(folder)
+    try:
+        existing = read_table(folder)[0] if folder.stored() else None
+    except CorruptionError:  # a damaged table is made again
+        existing = None
     is_same = existing and (existing.made_from, existing.settings, existing.sampling) == inputs
     if existing and is_same and not existing.counts.get("questions_not_taken"):
         counts.known = existing.counts.get("judgments", existing.counts["judged"])
@@ -181,14 +184,6 @@ def calibrate(
         measured = Calibration(options.by, len(pairs), left_out, shares, counts.of_table)
         run.log_metrics(measured.metrics())
     return measured
-
-
-def _existing_table(folder: TableFolder) -> TableManifest | None:
-    """The manifest of a finished table; None if there is none, or if the table is damaged."""
-    try:
-        return read_table(folder)[0] if folder.stored() else None
-    except CorruptionError:
-        return None
 
 
 def _lines(folder: TableFolder, manifest: TableManifest, counts: JudgeCounts) -> tuple[str, ...]:

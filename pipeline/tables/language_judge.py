@@ -47,7 +47,7 @@ def judge_sampler(config: Config) -> Sampler:
     """The language model of the settings; sends no request to a server yet."""
     require_language_model(config)
     model = replace(config.model, path=config.judge.model, adapter="")
-    return sampler_of(model, config.tokens, config.server, config.scoring)
+    return sampler_of(replace(config, model=model))
 
 
 def language_judge(config: Config, sampler: Sampler | None) -> Judge:

@@ -76,11 +76,11 @@ def sample(
 
         require_peft()
     if sampler is None:
-        require_sampled_model(config.model, config.server)
+        require_sampled_model(config)
 
     # Read the distinct prompts, and find the stored samples of them.
     config = with_local_inputs(config)
-    sampler = sampler or sampler_of(config.model, config.tokens, config.server, config.scoring)
+    sampler = sampler or sampler_of(config)
     prompts, left_out, notes = _read_prompts(config, sampler)
     folder = TableFolder.at(options.output, "samples")
     sampling, identity = sampling_of(options), dict(sampler.identity())

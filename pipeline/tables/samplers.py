@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from ...schemas.config import Config, ModelOptions, ScoringOptions
+from ...schemas.config import Config, ModelOptions
 from ...schemas.data_options import TokenOptions
 from ...schemas.errors import UsageError
-from ...schemas.round_options import SampleOptions, ServerOptions
+from ...schemas.round_options import SampleOptions
 from ...schemas.rows import BadRow, Role, TextRow
 from ...schemas.samples import (
     SERVER,
@@ -65,28 +65,27 @@ def missing_groups(
             yield missing
 
 
-def sampler_of(
-    model: ModelOptions, tokens: TokenOptions, server: ServerOptions, scoring: ScoringOptions
-) -> Sampler:
+def sampler_of(config: Config) -> Sampler:
     """The server of the settings, or else their model, whose folder may be in a bucket."""
-    require_sampled_model(model, server)
-    if not server.url:
-        return LocalSampler(local_options(model), tokens, scoring.tokens_per_batch)
+    require_sampled_model(config)
+    if not config.server.url:
+        model = local_options(config.model)
+        return LocalSampler(model, config.tokens, config.scoring.tokens_per_batch)
     from ...stages.server.server_sampler import ServerSampler
 
-    if not model.path:
-        return ServerSampler(server)
+    if not config.model.path:
+        return ServerSampler(config.server)
     from ...stages.data.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(local_options(model).path, tokens)
-    return ServerSampler(server, lambda prompt: len(_ids(prompt, tokenizer)))
+    tokenizer = load_tokenizer(local_options(config.model).path, config.tokens)
+    return ServerSampler(config.server, lambda prompt: len(_ids(prompt, tokenizer)))
 
 
-def require_sampled_model(model: ModelOptions, server: ServerOptions) -> None:
+def require_sampled_model(config: Config) -> None:
     """Refuses settings that name no model to sample from."""
-    if server.url:
+    if config.server.url:
         require_openai()
-    elif not model.path:
+    elif not config.model.path:
         raise UsageError(
             "There is no model to sample from. Name its folder by --model DIR, or its server by "
             "--server URL."

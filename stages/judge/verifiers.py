@@ -33,7 +33,20 @@ def load_verifier(options: JudgeOptions, columns: Sequence[str]) -> tuple[Verifi
     if options.by == "function":
         function, source = _import_function(options.function)
         return _checked(function, options.function), {"function": options.function, **source}
-    pattern = _compile(options.pattern) if options.by == "regex" else None
+    pattern = None
+    if options.by == "regex":
+        try:
+            pattern = re.compile(options.pattern)
+        except re.error as error:
+            raise UsageError(
+                f"judge.pattern: {options.pattern!r} is not a regular expression: {error}. "
+                "Correct it."
+            ) from error
+        if not pattern.groups:
+            raise UsageError(
+                f"judge.pattern: {options.pattern!r} has no group. Put parentheses around the "
+                r"part to compare, for example 'Answer: (\d+)'."
+            )
     column = options.answer
     if column not in columns:
         raise UsageError(
@@ -54,21 +67,6 @@ def load_verifier(options: JudgeOptions, columns: Sequence[str]) -> tuple[Verifi
         return float(text.strip() == str(reference).strip())
 
     return verify, {"answer": column, **({"pattern": options.pattern} if pattern else {})}
-
-
-def _compile(text: str) -> re.Pattern[str]:
-    try:
-        pattern = re.compile(text)
-    except re.error as error:
-        raise UsageError(
-            f"judge.pattern: {text!r} is not a regular expression: {error}. Correct it."
-        ) from error
-    if not pattern.groups:
-        raise UsageError(
-            f"judge.pattern: {text!r} has no group. Put parentheses around the part to compare, "
-            r"for example 'Answer: (\d+)'."
-        )
-    return pattern
 
 
 def _import_function(name: str) -> tuple[Callable[..., Any], dict[str, str]]:

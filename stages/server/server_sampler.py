@@ -162,7 +162,13 @@ class OpenServer:
 
         In the main thread, asyncio would swallow a signal that arrives in one of its callbacks.
         """
-        http = _http_client(self._options.timeout, self._count_lost)
+        try:
+            http = _BoundedClient(self._options.timeout, self._count_lost)
+        except (ValueError, OSError, ImportError) as error:
+            raise UsageError(
+                f"The proxy or the certificates of the environment cannot be used: {error}. Check "
+                "HTTPS_PROXY, HTTP_PROXY, ALL_PROXY and SSL_CERT_FILE."
+            ) from error
         client = openai.AsyncOpenAI(**self._sampler.settings, timeout=None, http_client=http)
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -299,16 +305,6 @@ class _BoundedClient(openai.DefaultAsyncHttpxClient):
         except (httpx2.ReadError, httpx2.RemoteProtocolError):
             self._count_lost()
             raise
-
-
-def _http_client(seconds: float, count_lost: Callable[[], None]) -> _BoundedClient:
-    try:
-        return _BoundedClient(seconds, count_lost)
-    except (ValueError, OSError, ImportError) as error:
-        raise UsageError(
-            f"The proxy or the certificates of the environment cannot be used: {error}. Check "
-            "HTTPS_PROXY, HTTP_PROXY, ALL_PROXY and SSL_CERT_FILE."
-        ) from error
 
 
 def _client_settings(options: ServerOptions) -> dict[str, Any]:
