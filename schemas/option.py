@@ -19,7 +19,7 @@ Threshold: TypeAlias = Literal["mean", "median"] | float
 
 
 def wrong_value(error: ValidationError) -> str:
-    """`should be …, found …` for the first wrong value of a model; the caller adds its name."""
+    """The message for the first wrong setting, without its name: `should be …, found …`."""
     errors = error.errors(include_url=False)
     key, found = errors[0]["loc"][0], errors[0]["input"]
     # A value of several types has an error for each of them.

@@ -181,14 +181,14 @@ class LanguageJudge:
         if len(not_taken) < len(answers.missing(keyed)):
             raise PartsPending
         if not_taken:
-            refused = f"the judge refuses {len(not_taken):,} of {counted(len(keyed), 'questions')}"
+            refused = f"The judge refuses {len(not_taken):,} of {counted(len(keyed), 'questions')}"
             reason = next(iter(not_taken.values()))
             if len(not_taken) == len(keyed):
                 raise UsageError(
-                    f"judge.by {options.by}: {refused}: {reason}. Change the setting, or use "
+                    f"{refused} (judge.by {options.by}): {reason}. Change the setting, or use "
                     "another model."
                 )
-            logger.warning("%s; the first because: %s", refused, reason)
+            logger.warning("%s. The reason for the first: %s", refused, reason)
 
         read = score_in if self.template.kind == "rubric" else verdict_in
         verdicts: dict[str, Any] = dict.fromkeys(not_taken)

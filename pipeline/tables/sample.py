@@ -274,10 +274,10 @@ def _publish(
     num_refused = len(prompts) - len(answered)
     if num_refused:
         first = next(iter(reasons.values()))
-        refusal = f"the model refuses {num_refused:,} of {counted(len(prompts), 'prompts')}"
+        refusal = f"The model refuses {num_refused:,} of {counted(len(prompts), 'prompts')}"
         if not answered:
             raise UsageError(f"{refusal}: {first}. Change the setting, or use another model.")
-        logger.warning("%s; the first because: %s", refusal, first)
+        logger.warning("%s. The reason for the first: %s", refusal, first)
     own = [key for prompt in answered for key in keys[prompt]]
     if answers.missing(own):
         return None

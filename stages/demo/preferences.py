@@ -171,7 +171,7 @@ MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])
 
 
 def paired(preferences: Sequence[Preference]) -> pa.Table:
-    """Text: prompt, chosen, rejected."""
+    """The table of pairs in plain text, with one row per preference."""
     columns = {
         "prompt": [transcript(one.prompt) for one in preferences],
         "chosen": [one.chosen.continuation for one in preferences],
@@ -181,7 +181,7 @@ def paired(preferences: Sequence[Preference]) -> pa.Table:
 
 
 def unpaired(preferences: Sequence[Preference]) -> pa.Table:
-    """Text: prompt, completion, label; two rows for each preference."""
+    """The table of labelled completions in plain text, with two rows per preference."""
     rows = [(one, answer) for one in preferences for answer in (one.chosen, one.rejected)]
     columns = {
         "prompt": [transcript(one.prompt) for one, _ in rows],
@@ -192,7 +192,7 @@ def unpaired(preferences: Sequence[Preference]) -> pa.Table:
 
 
 def unpaired_chat(preferences: Sequence[Preference]) -> pa.Table:
-    """Conversations: prompt, completion, label; two rows for each preference."""
+    """The table of labelled completions as conversations, with two rows per preference."""
     rows = [(one, answer) for one in preferences for answer in (one.chosen, one.rejected)]
     turns = [[{"role": "assistant", "content": answer.text}] for _, answer in rows]
     columns = {

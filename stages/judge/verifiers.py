@@ -83,8 +83,8 @@ def _import_function(name: str) -> tuple[Callable[..., Any], dict[str, str]]:
         module = importlib.import_module(module_name)
     except Exception as error:
         raise UsageError(
-            f"judge.function: {module_name} cannot be imported: {_summary(error)}. Python "
-            "searches the current folder and PYTHONPATH."
+            f"judge.function: {module_name} cannot be imported: {_summary(error)}. Run align in "
+            "the module's folder, or add the folder to PYTHONPATH."
         ) from error
     finally:
         sys.path.remove(here)

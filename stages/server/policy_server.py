@@ -69,11 +69,13 @@ def policy_server(serve: str, model: str, *, log: Path, timeout: float) -> Itera
             while not is_ready:
                 time.sleep(POLL_SECONDS)
                 is_ready = _is_ready(port)
-                require_alive("before it was ready")  # another process may answer at its port
+                # Checked even if it is ready, because another process may answer at its port.
+                require_alive("before it was ready; correct the command")
                 if not is_ready and time.monotonic() > until:
                     raise ServerError(
                         f"The server of rounds.serve does not answer at port {port} after "
-                        f"{timeout:g} s (rounds.serve_timeout). {_last_lines(log, log_start)}"
+                        f"{timeout:g} s. Raise rounds.serve_timeout, or correct rounds.serve. "
+                        f"{_last_lines(log, log_start)}"
                     )
             while_sampling = "while it sampled; the same command resumes"
             try:
