@@ -37,9 +37,20 @@ def both_ways(model_type, settings):
     return less / size
 
 
-@pytest.mark.parametrize("family", [*TREE_FAMILIES, *PLAIN_FAMILIES])
-def test_every_family_has_the_same_gradient_to_the_last_bit_and_keeps_no_more(family):
-    assert both_ways(*(TREE_FAMILIES | PLAIN_FAMILIES)[family]) <= 1
+# Dropout of its own, soft caps, windows, sinks, experts, and no attention at all.
+MOST_UNLIKE = ("llama", "gpt2", "gemma2", "gpt_oss", "qwen3_moe", "bloom", "mamba")
+FAMILIES = TREE_FAMILIES | PLAIN_FAMILIES
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in MOST_UNLIKE else pytest.mark.long)
+        for name in FAMILIES
+    ],
+)
+def test_every_family_has_the_same_gradient_to_the_last_bit_and_keeps_no_more(name):
+    assert both_ways(*FAMILIES[name]) <= 1
 
 
 def test_a_llama_keeps_little_more_than_half(monkeypatch):

@@ -76,7 +76,7 @@ def compilations():
     "name",
     [
         "gemma3",
-        "an adapter, recomputed",
+        pytest.param("an adapter, recomputed", marks=pytest.mark.long),
         pytest.param("llama", marks=pytest.mark.long),
         pytest.param("mistral with a window", marks=pytest.mark.long),
     ],
