@@ -2,10 +2,8 @@
 
 import dataclasses
 import json
-import logging
 import os
 import signal
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +13,7 @@ from align.stages.tracking.metrics_log import MetricsLog
 from align.stages.tracking.run import Run, Sender
 from align.stages.tracking.run_record import RunRecord, Store
 from align.stages.tracking.tracker import quiet, tracker_of
+from support.made_caches import KILLED, in_child
 
 STEPS = 40
 FILES = {"config.yaml": "train: {}", "model/inner/card.md": "# a model"}
@@ -124,34 +123,15 @@ def killed_after(place, call, number, action):
         setattr(place, call, dying)
         action()
 
-    return ended(kill) == -signal.SIGKILL
-
-
-def ended(action):
-    """How a process ends that does one thing."""
-    return _waited(_forked(action))
+    return in_child(kill) == KILLED
 
 
 def killed_in(seconds, action):
-    """Kills a process that does one thing so many seconds later."""
-    child = _forked(action)
-    time.sleep(seconds)
-    os.kill(child, signal.SIGKILL)
-    _waited(child)
+    """Forks a process that does a thing and is ended by the system so many seconds later."""
 
+    def work():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        action()
 
-def _forked(action):
-    if not (child := os.fork()):
-        try:
-            action()
-        except BaseException:
-            logging.getLogger("align").exception("a child")
-            os._exit(1)
-        os._exit(0)
-    return child
-
-
-def _waited(child):
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, -signal.SIGKILL)
-    return code
+    assert in_child(work) in (0, -signal.SIGALRM)

@@ -4,10 +4,8 @@ import errno
 import json
 import math
 import os
-import random
 import signal
 import socket
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -50,7 +48,15 @@ from support.mlflow_runs import (
 )
 from support.patience import PATIENCE, wait_until
 from support.refusals import refuses
-from support.tracked_training import begin, kill, learn, logged_numbers, run_folder, sync_run
+from support.tracked_training import (
+    begin,
+    kill,
+    learn,
+    logged_numbers,
+    run_folder,
+    sync_run,
+    trained_again,
+)
 from support.trainings import KILLED
 
 pytestmark = pytest.mark.usefixtures("no_mlflow_settings")
@@ -132,10 +138,7 @@ def test_steps_that_are_trained_again_are_in_the_same_run_as_first_measured(uri,
         first.finish("FAILED")
         kept = folder.metrics.read_text().splitlines(keepends=True)[:10]
         folder.metrics.write_text("".join(kept))
-    second = begin(folder, uri, keep_through=20)
-    for step in range(21, 36):
-        second.log_metrics({"loss": 100.0 + step}, step=step)
-    second.finish("FINISHED")
+    second = trained_again(folder, uri, range(21, 36))
     assert id_of(second) == id_of(first)
     told = run_of(uri, id_of(second))
     assert (told.info.status, told.data.tags["align.run_key"]) == ("FINISHED", key_of(second))
@@ -205,9 +208,6 @@ def test_a_training_sends_nothing_before_its_first_step_and_all_after_it(
     run.finish("FINISHED")
 
 
-SEED = 14
-
-
 def unsent(folder):
     """A run that no store has heard of."""
     run = RunFolder(folder)
@@ -224,23 +224,20 @@ def runs_in(uri):
 
 @pytest.mark.parametrize("kills", [1, pytest.param(90, marks=pytest.mark.long)])
 def test_a_kill_leaves_a_whole_store_or_none(server, tmp_path, kills):
-    chance, ended, span = random.Random(SEED), Counter(), 1.0
-    for number in range(-1, kills):
+    """Each comes while the store is made, or a little later than the one before."""
+    ended = Counter()
+    for number in range(kills):
         path = tmp_path / str(number) / "mlflow.db"
         words = ("mlflow-sync", unsent(tmp_path / f"run {number}"), "--uri", f"sqlite:///{path}")
-        if number >= 0:  # before, it is seen how long it takes
-            (process,) = server.start(*words).processes
-            code = server.wait(process.pid, (number + chance.random()) / kills * span)
-            if code is None:
-                os.kill(process.pid, signal.SIGKILL)
-                code = server.wait(process.pid, PATIENCE)
-            ended[("whole" if path.exists() else "none", code == KILLED)] += 1
-        begins = time.monotonic()
-        assert server.run(*words).code == 0, (SEED, number)
-        if not ended[("whole", True)] or number < 0:
-            span = time.monotonic() - begins  # others use the machine as well
+        (process,) = server.start(*words).processes
+        wait_until(lambda folder=path.parent: [*folder.glob("*")])  # its draft
+        if (code := server.wait(process.pid, 3 * number / kills)) is None:
+            os.kill(process.pid, signal.SIGKILL)
+            code = server.wait(process.pid, PATIENCE)
+        ended["whole" if path.exists() else "none", code == KILLED] += 1
+        assert server.run(*words).code == 0, number
         assert runs_in(f"sqlite:///{path}") == 1
-    assert ended[("none", True)], ended
+    assert ended["none", True], ended
 
 
 def test_processes_that_start_at_once_use_one_store(server, tmp_path):

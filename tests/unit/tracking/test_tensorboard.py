@@ -6,7 +6,7 @@ from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking.tensorboard_tracker import FOLDER, table
 from support.patience import wait_until
 from support.tensorboard_runs import TensorboardStore, hparams, logged_numbers, scalars
-from support.tracked_training import begin, kill, learn, run_folder
+from support.tracked_training import begin, kill, learn, run_folder, trained_again
 
 ALONE = ["tensorboard"]
 
@@ -54,14 +54,12 @@ def test_a_resumed_run_is_one_with_each_number_at_its_step_and_time(killed, tmp_
     assert not (folder.root / "mlflow.db").exists()
 
 
-@pytest.mark.parametrize("kept", [-1, 20])
-def test_steps_that_are_trained_again_are_shown_once_as_they_are_in_the_metrics(killed, kept):
-    folder, first = killed
-    second = begin(folder, "", trackers=ALONE, keep_through=kept)
-    for step in range(max(kept, 0) + 1, 26):
-        second.log_metrics({"loss": 100.0 + step}, step=step)
-    second.finish("KILLED")
-    assert second.run_ids == first.run_ids
+@pytest.mark.parametrize("first", [1, 21])
+def test_steps_that_are_trained_again_are_shown_once_as_they_are_in_the_metrics(killed, first):
+    folder, before = killed
+    steps = range(first, 26)
+    second = trained_again(folder, "", steps, trackers=ALONE, status="KILLED")
+    assert second.run_ids == before.run_ids
     assert scalars(the_run(folder)) == logged_numbers(folder.root)
     assert ("loss", 25, 125.0) in [one[:3] for one in scalars(the_run(folder))]
 

@@ -23,6 +23,7 @@ from align.stages.tracking.metrics_log import MetricsLog, read_metrics
 from align.stages.tracking.run import Uploader, recorded, tagged
 from align.stages.tracking.run_record import GROUP_TAG, RunRecord, Store, unsent_runs
 from align.stages.tracking.tracker import quiet, tracker_of
+from support.made_caches import in_child
 from support.mlflow_runs import MlflowStore, new_record, open_store, warnings_in
 from support.pages import page, programs_under
 from support.patience import PATIENCE, wait_until
@@ -34,7 +35,6 @@ from support.tracker_contract import (
     STEPS,
     Recorded,
     StoredRun,
-    ended,
     killed_after,
     killed_in,
 )
@@ -154,7 +154,7 @@ def test_a_kill_after_any_call_loses_nothing_and_doubles_nothing(run, calls):
     assert killed_after(RunRecord, "keep_sent", 4, run.send)
     for call, number in calls:
         assert killed_after(tracker, call, number, run.send), (call, number)
-    assert ended(run.send) == 0
+    assert in_child(run.send) == 0
     run.require_stored()
     assert run.send() == 0
     run.require_stored()
@@ -180,7 +180,7 @@ def test_a_training_that_is_killed_at_drawn_moments_is_one_run_with_each_number_
         killed_in(chance.uniform(0.1, 1.0), train)
         last = max(line.step for line in read_metrics(run.folder.metrics))
         saved = max(saved, last - last % 7)
-    assert ended(train) == 0
+    assert in_child(train) == 0
     run.require_stored()
     assert run.store.run_count() == 1
 

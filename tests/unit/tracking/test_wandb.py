@@ -25,6 +25,7 @@ from support.tracked_training import (
     run_folder,
     sync_run,
     timed,
+    trained_again,
 )
 from support.wandb_runs import config, numbers, records, rows, run_file, tear_down
 
@@ -56,10 +57,7 @@ def the_file(folder):
 def test_a_resumed_run_is_one_with_each_number_at_its_step_and_time(killed):
     """Some of its steps were trained again, with other numbers."""
     folder, first = killed
-    second = begin(folder, "", trackers=ALONE, keep_through=20)
-    for step in range(21, 26):
-        second.log_metrics({"loss": 100.0 + step}, step=step)
-    second.finish("FINISHED")
+    second = trained_again(folder, "", range(21, 26), trackers=ALONE)
     assert second.run_ids == first.run_ids
     file = the_file(folder)
     assert numbers(file) == timed(folder.root)
@@ -158,10 +156,7 @@ def test_online_a_killed_run_is_resumed_as_the_same_with_each_line_once(tmp_path
     assert wandb_server.runs[run_id]["notes"] == "What it is."
     wandb_server.runs[run_id]["notes"] = "What I made of it."
     folder.sent.unlink()  # nobody noted how far it was
-    second = begin(folder, "", trackers=ALONE, keep_through=20)
-    for step in range(21, 36):
-        second.log_metrics({"loss": 100.0 + step}, step=step)
-    second.finish("FINISHED")
+    second = trained_again(folder, "", range(21, 36), trackers=ALONE)
     wait_until(lambda: run_id in wandb_server.exit_codes)
     assert second.run_ids == {"wandb": run_id}
     new = [one for one in timed(folder.root) if one[1] > 30]
