@@ -127,8 +127,7 @@ def mlflow_server(shared_mlflow_server, no_mlflow_settings, monkeypatch):
 def broken_off(course, tmp_path_factory):
     """A run that was killed in step 6, with checkpoints of steps 2 and 4."""
     run = tmp_path_factory.mktemp("broken") / "run"
-    (answer,) = course.start(run, faults=["before:update=kill@6"]).answers()
-    assert answer.code == KILLED
+    course.ends(KILLED, run, fault="before:update=kill@6")
     return run
 
 

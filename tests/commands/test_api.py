@@ -12,11 +12,7 @@ from align.schemas.errors import CorruptionError, UsageError
 from support.refusals import refuses
 
 QUIET = {"tracking.mlflow": False}
-MAKING = QUIET | {
-    "tokens.max_length": 256,
-    "cache.shards": 8,
-    "cache.reuse_known": False,
-}
+MAKING = QUIET | {"tokens.max_length": 256, "cache.shards": 8, "cache.reuse_known": False}
 SHORT = QUIET | {
     "train.max_steps": 3,
     "train.batch_size": 8,

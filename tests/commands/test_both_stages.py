@@ -8,7 +8,7 @@ from align.pipeline.options.settings_table import flags_of
 from align.pipeline.train.both_stages import settings_of_both
 from align.stages.model.reference import HfReference
 from support import disk_faults
-from support.command import align, refusal
+from support.command import refusal, success
 from support.refusals import require_names
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -35,8 +35,7 @@ def test_one_command_makes_the_cache_and_trains(server, world, here, monkeypatch
     assert given == {"method.beta": 0.3, "train.seed": 5, "cache.kl_pairs": 1}
 
     monkeypatch.setattr(HfReference, "load", loaded_reference)
-    again = align(*words, "--resume", "auto")
-    assert again.code == 0, again
+    success(*words, "--resume", "auto")
     refusal(2, *words, names=("run", "--output"))
     more = ("--output", "other", "--deepspeed", "zero33")
     refusal(2, *words, *more, names=("zero33", "'zero3'", "cache is finished"))
@@ -72,7 +71,7 @@ def test_both_stages_take_no_cache_of_the_settings_and_no_launcher(here, monkeyp
     refusal(2, *words, names=("align.yaml", "train.cache", "old"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    refusal(2, *words, names=("one process",))
+    refusal(2, *words, names=("`align precompute-ref`", "`align train`"))
 
 
 def test_run_has_the_flags_of_both_stages():

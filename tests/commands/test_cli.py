@@ -14,7 +14,7 @@ from align import __version__, cli
 from align.stages.methods.method_docs import render_method, render_table
 from align.stages.methods.table import METHODS
 from align.stages.storage.run.run_folder import RunFolder
-from support.command import align, refusal, said_by
+from support.command import align, refusal, said_by, success
 from support.mlflow_runs import id_on_disk, run_of, stored
 from support.stage_one import contents
 from support.tracked_training import logged_numbers
@@ -51,8 +51,7 @@ def test_no_flag_is_needed_and_only_cache_and_store_are_written(journey):
 
 
 def test_verify_scores_a_sample_again(journey, world, tmp_path):
-    answer = align("verify", journey.cache)
-    assert answer.code == 0, answer
+    answer = success("verify", journey.cache)
     assert "64 " in answer.out  # 16 rows of 4
     assert "240 " in align("verify", journey.cache, "--rescore", "60").out
     assert "scored" not in align("verify", journey.cache, "--rescore", "0").out
@@ -64,8 +63,7 @@ def test_verify_scores_a_sample_again(journey, world, tmp_path):
 
 
 def test_export_writes_what_trl_reads(journey):
-    answer = align("export", journey.cache, "--to", "trl")
-    assert answer.code == 0, answer
+    answer = success("export", journey.cache, "--to", "trl")
     target = journey.folder / "cache-trl.parquet"
     assert str(target) in answer.out
     assert {"prompt", "ref_chosen_logps", "ref_rejected_logps"} <= {*pq.read_schema(target).names}
@@ -74,7 +72,7 @@ def test_export_writes_what_trl_reads(journey):
         written, given = ({one.strip() for one in each[name].to_pylist()} for each in tables)
         assert written == given
     refusal(2, "export", journey.cache, names=(target,))
-    assert align("export", journey.cache, "--overwrite").code == 0
+    success("export", journey.cache, "--overwrite")
 
 
 COMMANDS = typer.main.get_command(cli.app).commands
@@ -97,8 +95,7 @@ print(*sys.modules)
 def test_every_command_and_option_is_explained(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for name, command in COMMANDS.items():
-        answer = align(name, "--help")
-        assert answer.code == 0
+        answer = success(name, "--help")
         assert max(map(len, answer.out.splitlines())) <= 80
         with command.make_context(name, [], resilient_parsing=True) as context:
             options = command.get_params(context)  # those of methods too
@@ -136,9 +133,7 @@ def test_light_commands_import_no_heavy_package(tmp_path):
     assert not HEAVY - {"numpy"} & methods  # whose columns the methods' rows are declared by
 
 
-def test_mistakes_are_refused_before_torch_is_imported(
-    tmp_path,
-):
+def test_mistakes_are_refused_before_torch_is_imported(tmp_path):
     (tmp_path / "rows.jsonl").touch()
     train = ["train", "--method", "kto"]
     imported = imported_by(
@@ -178,8 +173,7 @@ def test_mlflow_sync_sends_what_was_missed_once(course, tmp_path):
     refusal(74, "mlflow-sync", run, "--uri", uri, names=(uri,))
     place.unlink()
     place.mkdir()
-    first = align("mlflow-sync", run, "--uri", uri)
-    assert first.code == 0, first
+    first = success("mlflow-sync", run, "--uri", uri)
     run_id = id_on_disk(RunFolder(run))
     assert run_id in first.out
     assert "FINISHED" in first.out

@@ -19,7 +19,7 @@ from align.stages.storage.output_folder import OutputFolder
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.storage.tables import TableFolder
 from support import stage_one
-from support.command import align, refusal
+from support.command import align, refusal, success
 from support.refusals import refuses
 from support.stub_reference import Liar
 
@@ -55,14 +55,13 @@ def test_few_enough_bad_rows_pass_and_fixed_data_run_where_bad_data_stopped(here
     assert str(part.relative_to(here)) in said
     assert rows == [(9, "empty_completion")]
     assert not (here / "cache" / "manifest.json").exists()
-    answer = align(*words, "--output", "cache", "--max-bad-frac", "0.1")
-    assert answer.code == 0, answer
+    answer = success(*words, "--output", "cache", "--max-bad-frac", "0.1")
     assert "1 empty_completion" in answer.out
     assert "empty_completion" in align("inspect", "cache").out
     assert rejected(here)[1] == [(9, "empty_completion")]
     refusal(3, *words, "--output", "other")
     write("data.jsonl", *good)
-    assert align(*words, "--output", "other").code == 0
+    success(*words, "--output", "other")
     assert {path.name for path in (here / "other").iterdir()} == {"manifest.json", "data", "_align"}
 
 
@@ -83,7 +82,7 @@ def test_log_probs_that_never_were_the_references_are_found(world):
     options = ModelOptions(path=str(world.model))
     config = replace(config, model=options, tracking=TrackingOptions(mlflow=False))
     stage_one.run(config, Liar(options))
-    assert align("verify", "align-cache", "--rescore", "0").code == 0
+    success("verify", "align-cache", "--rescore", "0")
     refusal(5, "verify", "align-cache", names=("input row",))
 
 

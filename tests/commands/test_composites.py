@@ -27,8 +27,7 @@ def trained(server, world, tmp_path_factory):
         folder = tmp_path_factory.mktemp(family)
         save_composite(folder / "model", family, tokenizer)
         made = ("--model", folder / "model", "--output", folder / "cache", "--no-mlflow")
-        answer = server.run("precompute-ref", world.data.paired, *made)
-        assert answer.code == 0, answer
+        server.success("precompute-ref", world.data.paired, *made)
         of_cache = ("train", "--cache", folder / "cache", *SHORT)
         runs = [
             server.start(*of_cache, "--output", folder / name, *more)

@@ -25,22 +25,14 @@ from align.stages.demo import tiny_world
 from align.stages.methods.method_docs import markdown_table
 from align.stages.methods.table import METHODS, objective_of
 from align.stages.storage.shards import RESERVED
-from support.command import align, said_by
-from support.pages import (
-    PAGES,
-    blocks,
-    codes,
-    commands,
-    links,
-    name_of,
-    page,
-)
+from support.command import align, said_by, success
+from support.pages import PAGES, blocks, codes, commands, links, name_of, page
 from support.rooms import ROOT
 
 COMMANDS = typer.main.get_command(cli.app).commands
 PLACE = re.compile(r"(cli\.py|(schemas|pipeline|stages|tests|docs|examples)/[\w./-]*)")
 TO_BE_WRITTEN = {  # by who adds them
-    "stages/tracking/file_tracker.py",
+    "stages/tracking/file_tracker.py"
 }
 # `cd FOLDER && NAME=VALUE .venv/bin/align …`: the words before `align` may be missing.
 CALL = re.compile(r"(cd (?P<folder>\S+) && )?([A-Z_]+=\S+ )?(\S*/)?align (?P<words>.+)")
@@ -158,8 +150,7 @@ def test_an_example_of_data_is_shown_as_it_is_and_read(world, tmp_path):
         told = columns if path.name == renamed else []
         cache = tmp_path / path.name
         output = ("--model", world.model, "--output", cache, "--no-mlflow")
-        answer = align("precompute-ref", path, *output, *told)
-        assert answer.code == 0, answer
+        success("precompute-ref", path, *output, *told)
         summary = json.loads(align("inspect", cache, "--json").out)
         kind, *_ = path.stem.split("-")
         roles = {"unpaired": {"desirable", "undesirable"}, "scored": {"candidate"}}
@@ -207,7 +198,7 @@ def test_getting_started_ends_where_it_says(server, tmp_path, uri, monkeypatch, 
     pages = (page("docs/getting-started.md"), page("docs/cache-format.md"))
     shown, made, *steps = [line for block in blocks(pages[0], "sh") for line in block.lines]
     monkeypatch.setattr(tiny_world, "make_world", partial(tiny_world.make_world, pretrain_steps=0))
-    assert align(*made.replace("--rows 200", "--rows 24").split()[1:]).code == 0
+    success(*made.replace("--rows 200", "--rows 24").split()[1:])
     follow(server, [shown, *steps], tmp_path, uri)
     for name in ("align-run/model/config.json", "align-run/report.html", "align-sweep/sweep.html"):
         assert (tmp_path / name).is_file()

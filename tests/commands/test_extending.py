@@ -2,7 +2,7 @@
 
 from align.stages.methods import losses
 from align.stages.methods.table import METHODS
-from support.command import align
+from support.command import align, success
 from support.pages import page, programs_under
 from support.refusals import require_names
 
@@ -14,8 +14,7 @@ def test_a_method_is_added_as_its_page_shows(here, training_world):
         explained = align("methods", "square").out
         require_names(explained, "(b D - t)^2", "target of the reward margin")
         cache = ("--cache", training_world.pairs, "--output", "run", "--no-mlflow")
-        answer = align("train", "--method", "square", *cache, "--batch-size", 4, "--max-steps", 2)
-        assert answer.code == 0, answer
+        answer = success("train", "--method", "square", *cache, "--batch-size", 4, "--max-steps", 2)
         assert "2 steps" in answer.out
     finally:
         del METHODS["square"], losses.square

@@ -15,7 +15,7 @@ from align.stages.judge.win_rate import win_rate
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.tables import TableFolder, read_table
 from align.stages.tracking.progress import Progress
-from support.command import align
+from support.command import align, success
 from support.refusals import refuses
 from support.sample_tables import sample_table
 from support.stage_one import contents
@@ -237,11 +237,10 @@ def test_a_local_model_that_answers_nonsense_gives_no_score(world, tmp_path, jud
     samples = sample_table(tmp_path / "s", {"Say yes.": ["Yes.", "No."]})
     words = ("judge", samples, "--by", "rubric", "--model", world.model, "--no-mlflow")
     words += ("--output", tmp_path / "out", "--set", "judge.max_new_tokens=8")
-    answer = align(*words)
-    assert answer.code == 0, answer
+    success(*words)
     assert TableFolder.at(str(tmp_path / "out"), "judged").find().counts["refusals"] == 2
     before = contents(tmp_path / "out")
-    assert align(*words).code == 0
+    success(*words)
     assert contents(tmp_path / "out") == before
     # An adapter that the settings name is the policy's.
     config = Config(ModelOptions(adapter="own"), judge=JudgeOptions(model=str(world.model)))

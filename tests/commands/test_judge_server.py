@@ -7,7 +7,7 @@ import pytest
 
 from align.stages.storage.tables import TableFolder, read_table
 from support.chat_server import chat_server
-from support.command import align, refusal
+from support.command import align, refusal, success
 from support.sample_tables import sample_table
 from support.stub_judge import StubJudge
 from support.trainings import KILLED
@@ -64,8 +64,7 @@ def test_a_servers_refusal_is_named(tmp_path, command, caplog):
         stub.refuse = lambda _: (400, "Unsupported parameter: temperature")
         refusal(2, *words, names=("400 Unsupported parameter: temperature",))
         stub.refuse = lambda asked: (400, "too long") if "Number 3?" in asked.last else None
-        answer = align(*words)
-        assert answer.code == 0, answer
+        success(*words)
         assert "400 too long" in caplog.text
 
 

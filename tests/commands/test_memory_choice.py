@@ -41,7 +41,7 @@ from align.stages.feed.cache_index import ShardColumns, unchecked
 from align.stages.feed.train_source import open_source
 from align.stages.model import micro_batch
 from align.stages.model.fused_head import BUFFER_BYTES
-from support.command import align, refusal
+from support.command import align, refusal, success
 from support.live_bytes import LiveBytes
 from support.measured_peaks import TINY, WITHIN
 from support.refusals import refuses
@@ -285,8 +285,7 @@ def test_a_run_says_what_it_chose_and_goes_on_in_other_memory(training_world, le
     refusal(2, "train", *out, "--memory", size - 100_000, names=("MiB", "train.memory"))
     assert not run.exists() or not (run / "model").exists()
 
-    first = align("train", *out, "--memory", size)
-    assert first.code == 0, first
+    first = success("train", *out, "--memory", size)
     assert "train.gradient_checkpointing=true" in first.err
     recorded = yaml.safe_load((run / "config.yaml").read_text())["train"]
     given = {"train.cache": str(training_world.pairs), "train.method": "dpo"}
@@ -296,7 +295,6 @@ def test_a_run_says_what_it_chose_and_goes_on_in_other_memory(training_world, le
     assert {f"train.{name}": value for name, value in recorded.items()}.items() >= found.items()
     assert found["train.gradient_checkpointing"] is True
 
-    again = align("train", *out, "--max-steps", 2, "--resume", "auto")
-    assert again.code == 0, again
+    success("train", *out, "--max-steps", 2, "--resume", "auto")
     kept = yaml.safe_load((run / "config.yaml").read_text())["train"]
     assert (kept["gradient_checkpointing"], kept["tokens_per_batch"]) == (False, 0)

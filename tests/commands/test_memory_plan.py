@@ -11,13 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from align.pipeline.options.settings import load_settings
 from align.pipeline.plan.memory import Budget
 from align.pipeline.plan.run_plan import plan_run, plan_text
-from align.pipeline.plan.workload import (
-    GivenRows,
-    RowShape,
-    even_rows,
-    feed_settings,
-    workload_of,
-)
+from align.pipeline.plan.workload import GivenRows, RowShape, even_rows, feed_settings, workload_of
 from align.schemas.batches import World
 from align.schemas.rows import Tree
 from align.schemas.train_options import TrainOptions

@@ -16,15 +16,7 @@ from align.stages.tracking.run_record import RunRecord
 from support.mlflow_runs import id_of, new_record, run_of, stored, warnings_in
 from support.patience import wait_until
 from support.refusals import refuses
-from support.tracked_training import (
-    STEPS,
-    begin,
-    kill,
-    learn,
-    logged_numbers,
-    run_folder,
-    sync_run,
-)
+from support.tracked_training import STEPS, begin, kill, learn, logged_numbers, run_folder, sync_run
 
 pytestmark = pytest.mark.usefixtures("no_mlflow_settings")
 
@@ -68,9 +60,9 @@ def test_a_slow_or_silent_store_holds_nothing_up(
     tmp_path, mlflow_server, caplog, monkeypatch, is_deaf
 ):
     folder = run_folder(tmp_path)
-    mlflow_server.slow_down(2)
+    mlflow_server.slow_down(1)
     with socket.create_server(("127.0.0.1", 0), backlog=64) as deaf, monkeypatch.context() as short:
-        short.setitem(tracking.WAIT_SECONDS, "FINISHED", 1.0)
+        short.setitem(tracking.WAIT_SECONDS, "FINISHED", 0.5)
         address = mlflow_server.uri
         if is_deaf:
             short.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")

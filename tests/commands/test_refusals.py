@@ -55,32 +55,9 @@ TABLE = {
         "--beta [": "2 --beta [:",
         "--method kto --desirable-weight much": "2 method.desirable_weight much",
         "--method orpo --beta 0.1": "2 orpo 'method.beta'",
-        "--set method.bta=0.1": "2 'method.bta' 'beta'",
-        "--set method.beta=.nan": "2 method.beta nan",
-        "--set model.path=other": "2 model.path --model train.other_reference=true",
-        "--set data.carry=[a]": "2 data.carry precompute-ref",
         "--max-time 90": "2 train.max_time 90",
         "--eval-fraction 0.1 --set train.eval_cache=x": "2 train.eval_cache train.eval_fraction",
-        "--set lora.merge=true": "2 lora.merge --lora",
-        "--set lora.quantize=nf4": "2 lora.quantize --lora",
         "--lora --set lora.dropout=0.3": "2 lora.dropout 0.3 train.dropout",
-        "--set train.schedule=constant --set train.min_lr=0.1": "2 train.min_lr 0.1 train.schedule",
-        "--set train.eval_text=true": "2 train.eval_text train.eval_fraction train.eval_cache",
-        "--set train.best=-eval/loss": "2 train.best train.eval_fraction train.eval_cache",
-        "--set train.patience=2": "2 train.patience train.best",
-        "--set train.write_best=true": "2 train.write_best train.best",
-        "--set train.patience=2 --set train.best=grad_norm": (
-            "2 train.patience train.best eval/loss"
-        ),
-        "--set train.best=eval/loss --set train.write_best=true --eval-fraction 0.1 "
-        "--eval-every 4 --save-every 3": (
-            "2 train.write_best train.eval_every 4 train.save_every 3"
-        ),
-        "--set train.desirable_share=0.5": "2 train.desirable_share kto",
-        "--set train.checkpoint_offload=true": (
-            "2 train.checkpoint_offload train.gradient_checkpointing"
-        ),
-        "--set train.optimizer=lion": "2 train.optimizer lion",
         "--method sft --set train.row_margins=true": "2 train.row_margins sft",
         "--method grpo --set train.row_margins=true": "2 train.row_margins grpo",
         "--method kto --set train.label_threshold=.inf": "2 train.label_threshold inf",
@@ -88,7 +65,6 @@ TABLE = {
             "2 method.good_token method.bad_token"
         ),
         "--method kto+csft": "2 csft",
-        "--set method.ld_alpha=0.5": "2 dpo precompute-ref --token-logps --output",
         "--method grpo": "2 grpo precompute-ref --token-logps --output",
         "--track mlflow,nothing": "2 'nothing' mlflow",
         "--track mlflow --no-mlflow": "2 tracking.trackers tracking.mlflow",
@@ -104,28 +80,42 @@ TABLE = {
         "--config seven/align.yaml": "2 train_batch_size 7 64 train.batch_size",
         "--deepspeed zero33": "2 zero33 'zero3'",
     },
-    "train --no-mlflow --max-steps 1": {
-        "--cache cache --method dpo --set 'train.file_weights={third: 2}'": (
-            "2 third paired.parquet"
+    "train --cache cache --method dpo --set": {
+        "method.bta=0.1": "2 'method.bta' 'beta'",
+        "method.beta=.nan": "2 method.beta nan",
+        "model.path=other": "2 model.path --model train.other_reference=true",
+        "data.carry=[a]": "2 data.carry precompute-ref",
+        "lora.merge=true": "2 lora.merge --lora",
+        "lora.quantize=nf4": "2 lora.quantize --lora",
+        "train.schedule=constant --set train.min_lr=0.1": "2 train.min_lr 0.1 train.schedule",
+        "train.eval_text=true": "2 train.eval_text train.eval_fraction train.eval_cache",
+        "train.best=-eval/loss": "2 train.best train.eval_fraction train.eval_cache",
+        "train.patience=2": "2 train.patience train.best",
+        "train.write_best=true": "2 train.write_best train.best",
+        "train.patience=2 --set train.best=grad_norm": "2 train.patience train.best eval/loss",
+        "train.best=eval/loss --set train.write_best=true --eval-fraction 0.1 "
+        "--eval-every 4 --save-every 3": (
+            "2 train.write_best train.eval_every 4 train.save_every 3"
         ),
-        "--cache cache": "2 --method",
-        "--cache labels --method dpo": "2 unpaired kto",
-        "--cache labels --method kto": "2 --kl-pairs 1",
-        "--cache cache --method dpo --output photos": "2 photos me.jpg",
-        "--cache cache --method dpo --lora --set lora.quantize=nf4 --deepspeed zero3": (
-            "2 lora.quantize zero2"
-        ),
-        "--cache cache --method dpo --set train.optimizer_dtype=bfloat16": (
-            "2 train.optimizer_dtype float32"
-        ),
-        "--cache cache --method dpo --set tokens.max_length=64": "4 tokens.max_length: 2048 64",
-        "--cache cache --method dpo --set tokens.prompt_side=right": (
-            "4 tokens.prompt_side: left right"
-        ),
-        "--cache cache --method dpo --config eos/align.yaml": "4 tokens.eos: never",
-        "--cache cache --method dpo --set tokens.chat_template=own.jinja": (
-            "4 tokenizer.chat_template:"
-        ),
+        "train.desirable_share=0.5": "2 train.desirable_share kto",
+        "train.checkpoint_offload=true": "2 train.checkpoint_offload train.gradient_checkpointing",
+        "train.optimizer=lion": "2 train.optimizer lion",
+        "method.ld_alpha=0.5": "2 dpo precompute-ref --token-logps --output",
+    },
+    "train --no-mlflow --max-steps 1 --cache": {
+        "cache": "2 --method",
+        "labels --method dpo": "2 unpaired kto",
+        "labels --method kto": "2 --kl-pairs 1",
+    },
+    "train --no-mlflow --max-steps 1 --cache cache --method dpo": {
+        "--set 'train.file_weights={third: 2}'": "2 third paired.parquet",
+        "--output photos": "2 photos me.jpg",
+        "--lora --set lora.quantize=nf4 --deepspeed zero3": "2 lora.quantize zero2",
+        "--set train.optimizer_dtype=bfloat16": "2 train.optimizer_dtype float32",
+        "--set tokens.max_length=64": "4 tokens.max_length: 2048 64",
+        "--set tokens.prompt_side=right": "4 tokens.prompt_side: left right",
+        "--config eos/align.yaml": "4 tokens.eos: never",
+        "--set tokens.chat_template=own.jinja": "4 tokenizer.chat_template:",
     },
     "sweep --method dpo --cache cache --output out": {
         "--set train.output=x": "2 --set train.output",
@@ -243,8 +233,7 @@ def desk(course, world, reward_model, tmp_path_factory):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     made = ("--model", course.model, "--output", folder / "labels", "--kl-pairs", 0, "--no-mlflow")
-    answer = course.server.run("precompute-ref", world.data.unpaired, *made)
-    assert answer.code == 0, answer
+    course.server.success("precompute-ref", world.data.unpaired, *made)
     return folder
 
 

@@ -13,7 +13,7 @@ from align.schemas.config import Config, RewardOptions, TrackingOptions
 from align.schemas.round_options import JudgeOptions
 from align.stages.storage.tables import TableFolder, read_table
 from align.stages.tracking.progress import Progress
-from support.command import align
+from support.command import success
 from support.sample_tables import sample_table
 from support.stage_one import contents
 
@@ -45,9 +45,7 @@ def rows_of(folder):
 
 
 def score(data, folder, *more):
-    answer = align("score", data, "--output", folder, "--no-mlflow", *more)
-    assert answer.code == 0, answer
-    return answer
+    return success("score", data, "--output", folder, "--no-mlflow", *more)
 
 
 @pytest.mark.parametrize("shape", ["scored", "paired_chat"])
@@ -77,10 +75,9 @@ def test_candidates_need_no_scores(reward_model, tmp_path):
 def test_scored_data_is_data_to_learn_from(world, reward_model, here):
     score(world.data.paired, "out", "--reward-model", reward_model)
     made = ("--model", world.model, "--output", "cache", "--token-logps", "--no-mlflow")
-    assert align("precompute-ref", "out/rows.jsonl", *made).code == 0
+    success("precompute-ref", "out/rows.jsonl", *made)
     run = ("--cache", "cache", "--output", "run", "--max-steps", 1, "--no-mlflow")
-    answer = align("train", "--method", "grpo", *run)
-    assert answer.code == 0, answer
+    success("train", "--method", "grpo", *run)
 
 
 def judged(folder, samples, model):

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import polars as pl
 import pytest
 
-from support.command import refusal
-from support.rounds_play import counted, damage, lines_of, play, prompts_in, write_settings
+from support.command import refusal, success
+from support.rounds_play import counted, damage, lines_of, prompts_in, write_settings
 from support.trainings import KILLED
 
 
@@ -36,8 +36,7 @@ def played(world, tmp_path_factory):
     paid, left = [], []
     for words in ((), (), ("--count", 3)):
         with counted() as now:
-            answer = play(path, *words)
-        assert answer.code == 0, answer
+            success("rounds", path, *words)
         paid.append(now)
         left.append(lines_of(folder / "out"))
     return Played(path, folder / "out", paid, left)
@@ -128,7 +127,7 @@ def test_settings_may_be_corrected_until_a_training_has_saved_something(world, t
         for changes, names in CORRECTED:
             refusal(2, "rounds", write_settings(tmp_path, world, **short, **changes), names=names)
         path = write_settings(tmp_path, world, **short, select={"rows": "all_pairs"})
-        assert play(path).code == 0
+        success("rounds", path)
     held_out = len(prompts_in(tmp_path / "out" / "held-out.parquet"))
     assert len({*paid.sampled}) == 8 * 3 + held_out
     assert len(paid.sampled) == 8 * 3 + 2 * held_out  # of two policies
@@ -155,7 +154,7 @@ def test_a_changed_number_in_what_rounds_keep_is_damage(played, name):
 def test_a_damaged_table_of_samples_is_made_again(played):
     before = damage(played.folder)
     with counted() as paid:
-        assert play(played.path, "--count", 3).code == 0
+        success("rounds", played.path, "--count", 3)
     assert [(path, path.read_bytes()) for path, _ in before] == before
     assert not paid.sampled
 
@@ -167,8 +166,7 @@ def test_rounds_stop_below_the_win_rate(played, world, tmp_path):
     path = played.write(tmp_path, world, rounds=rounds)
     for _ in range(2):  # the same command does not go on
         with counted() as paid:
-            answer = play(path)
-        assert answer.code == 0
+            answer = success("rounds", path)
         assert "rounds.min_win_rate" in answer.out
         assert f"{rate:.3f}" in answer.out
         assert not paid.sampled
@@ -186,7 +184,7 @@ def test_rounds_that_are_killed_end_as_those_that_are_not(played, world, server,
             break
     assert {*codes} <= {0, KILLED}
     assert codes.count(KILLED) > 4
-    assert server.run("rounds", path, cwd=tmp_path).code == 0
+    server.success("rounds", path, cwd=tmp_path)
     assert lines_of(tmp_path / "out") == played.lines[0]
     # An answer that is stored is not sampled again.
     answers = (tmp_path / "out" / "answers" / "samples").glob("*.jsonl")

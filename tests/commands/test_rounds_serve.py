@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from align.schemas.errors import ServerError
-from support.command import refusal
-from support.rounds_play import damage, lines_of, play, prompts_in, write_settings
+from support.command import refusal, success
+from support.rounds_play import damage, lines_of, prompts_in, write_settings
 from support.stub_policy import JUDGES_KEY, events, pids_in, require_ended, serve_by
 from support.trainings import KILLED
 
@@ -40,7 +40,7 @@ def test_each_policy_is_served_in_turn_and_nothing_is_asked_again(here, world):
     # Of a LoRA training the server gets the merged model; the reference is the policy before.
     rounds = {"count": 2, "prompts_per_round": 6, "reference": "previous"}
     path = served(here, world, rounds=rounds, lora={"enabled": True})
-    assert play(path).code == 0
+    success("rounds", path)
     out = here / "out"
     merged = [str(out / f"round-{number:03d}" / "run" / "model-merged") for number in (1, 2)]
     first = str(Path(world.model).resolve())
@@ -59,7 +59,7 @@ def test_each_policy_is_served_in_turn_and_nothing_is_asked_again(here, world):
     assert not settings["train"]["other_reference"]
 
     before = damage(out)  # which needs no server
-    assert play(path).code == 0
+    success("rounds", path)
     assert [(path, path.read_bytes()) for path, _ in before] == before
     assert len(events(here / "events")) == len(asked) * 2 + 5 * 3
 
@@ -81,7 +81,7 @@ def test_a_failing_server_is_named_and_costs_no_answer(here, world, monkeypatch)
     # With a command that works the same rounds resume, also where the model has moved.
     shutil.copytree(world.model, here / "moved")
     monkeypatch.setenv("OPENAI_API_KEY", JUDGES_KEY)
-    assert play(served(here, world, model={"path": str(here / "moved")})).code == 0
+    success("rounds", served(here, world, model={"path": str(here / "moved")}))
     assert "key" not in {what for what, _ in events(here / "events")}
     asked, _ = counts(here / "events")
     assert sum(asked[key] > 1 for key in answered) <= CONCURRENCY  # on their way as it died
@@ -93,12 +93,12 @@ def test_killed_at_drawn_points_no_stored_answer_is_asked_again(world, server, t
     log = tmp_path / "events"
     (tmp_path / "whole").mkdir()
     whole = served(tmp_path / "whole", world, log=tmp_path / "other", rounds=rounds)
-    assert server.run("rounds", whole, cwd=tmp_path / "whole").code == 0
+    server.success("rounds", whole, cwd=tmp_path / "whole")
     path, drawn = served(tmp_path, world, rounds=rounds), random.Random(0)
     for _ in range(KILLS):
         place = f"before:*=kill@{drawn.randrange(3, 50)}"
         assert server.run("rounds", path, faults=(place,), cwd=tmp_path).code == KILLED
-    assert server.run("rounds", path, cwd=tmp_path).code == 0
+    server.success("rounds", path, cwd=tmp_path)
     assert lines_of(tmp_path / "out") == lines_of(tmp_path / "whole" / "out")
     require_ended(pids_in(log))  # each server and its child
     asked, answered = counts(log)
@@ -122,7 +122,6 @@ def test_a_real_server_samples_for_a_round(here, world, monkeypatch):
     program = Path(sys.executable).with_name("transformers")
     rounds = {**FEW, "eval_fraction": 0.0, "serve": f"{program} serve {{model}} --port {{port}}"}
     path = write_settings(here, world, rounds=rounds, model={"path": str(model)})
-    answer = play(path)
-    assert answer.code == 0, answer
+    success("rounds", path)
     assert [line["round"] for line in lines_of(here / "out")] == [0, 1]
     assert (here / "out" / "round-001" / "server.log").stat().st_size

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from support.chat_server import chat_server
+from support.command import refusal, success
 from support.mlflow_runs import open_store
-from support.rounds_play import lines_of, play, write_settings
+from support.rounds_play import lines_of, write_settings
 from support.stub_judge import PARTS
 
 MOST_TOKENS = 4000
@@ -39,17 +40,16 @@ def settings_of(here, world):
 
 def test_all_rounds_share_one_budget(settings_of, here, own_uri, no_mlflow_settings):
     with chat_server(prefers_letters) as first:
-        spent = play(settings_of(first, uri=own_uri, max_tokens=MOST_TOKENS))
-        assert spent.code == 75, spent
+        refusal(75, "rounds", settings_of(first, uri=own_uri, max_tokens=MOST_TOKENS))
         assert MOST_TOKENS <= first.tokens <= MOST_TOKENS + OF_AN_ANSWER
         assert (here / "out" / "round-001" / "judged" / "judged.parquet").is_file()
     with chat_server(prefers_letters) as second:
-        assert play(settings_of(second, uri=own_uri)).code == 0
+        success("rounds", settings_of(second, uri=own_uri))
         bought = first.answered + second.answered
         left = lines_of(here / "out")
     with chat_server(prefers_letters) as third:
-        again = play(settings_of(third))
-        assert (again.code, third.asked.total()) == (0, 0), again
+        success("rounds", settings_of(third))
+        assert not third.asked
     assert lines_of(here / "out") == left != []
     metrics = left[1]["metrics"]
     require_compared(metrics, bought)

@@ -19,7 +19,7 @@ from align.stages.report import eval_table
 from align.stages.report.eval_table import COLUMNS, NAMES, REWARD
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.run.run_folder import ENDINGS, RunFolder
-from support.command import align
+from support.command import success
 from support.long_runs import write_long_run
 from support.refusals import refuses, require_names
 
@@ -139,10 +139,7 @@ def test_a_page_shows_its_cache_and_steps_not_applied(whole_run, course, trainin
     shutil.copytree(course.cache, moved)
     root = json.loads((moved / "manifest.json").read_text())["root"]
     settings = (run / "config.yaml").read_text()
-    for cache, said in (
-        (moved, root),
-        (training_world.pairs, f"cache {root}"),
-    ):
+    for cache, said in ((moved, root), (training_world.pairs, f"cache {root}")):
         changed = settings.replace(str(course.cache), str(cache))
         (run / "config.yaml").write_text(changed)
         write_report(run)
@@ -159,8 +156,7 @@ def test_a_table_or_a_page_that_cannot_be_written_costs_only_itself(course, tmp_
         "rename:report.html=enospc",
     )
     full = ",".join(f"before:{place}" for place in places)
-    (answer,) = course.start(run, faults=[full]).answers()
-    assert answer.code == 0
+    answer = course.ends(0, run, fault=full)
     require_names(answer.err, "evaluations/", "_align/rows/0.jsonl", ".report.html")
     assert list(RunFolder(run).evaluations()) == [0, 6]
     assert metrics_of(run, 3)["eval/loss"] > 0
@@ -176,8 +172,7 @@ def test_a_table_that_fails_in_any_way_ends_no_run(training_world, tmp_path, mon
 
     monkeypatch.setattr(eval_table, "evaluation_csv", broken)
     words = ("--method", "dpo", "--cache", training_world.pairs, "--output", tmp_path / "run")
-    answer = align("train", *words, "--max-steps", 1, "--eval-fraction", 0.3, "--no-mlflow")
-    assert answer.code == 0, answer
+    success("train", *words, "--max-steps", 1, "--eval-fraction", 0.3, "--no-mlflow")
     assert sum("KeyError: 'token'" in one.getMessage() for one in caplog.records) == 2
 
 

@@ -10,7 +10,7 @@ import torch
 from align.stages.model import reference
 from align.stages.model.transformers_compat import quiet
 from align.stages.storage.tables import TableFolder, read_table
-from support.command import align, refusal
+from support.command import refusal, success
 from support.mlflow_runs import open_store, the_run
 from support.sampling import write_prompts
 
@@ -27,8 +27,7 @@ def asked_turns(tmp_path_factory):
 def sample(world, prompts, output, *more):
     """Samples, and returns what is printed."""
     given = ("--model", world.model, "--output", output, "--max-new-tokens", NEW)
-    answer = align("sample", prompts, *given, "--device", "cpu", "--no-mlflow", *more)
-    assert answer.code == 0, answer
+    answer = success("sample", prompts, *given, "--device", "cpu", "--no-mlflow", *more)
     return answer.out
 
 
@@ -75,7 +74,7 @@ def test_a_prompt_is_rendered_as_stage_1_renders_it(world, asked_turns, whole_sa
     pairs = [{"prompt": one["prompt"], "chosen": "yes", "rejected": "no"} for one in asked]
     (here / "pairs.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in pairs))
     given = ("--model", world.model, "--output", "cache", "--kl-pairs", 0, "--no-mlflow")
-    assert align("precompute-ref", "pairs.jsonl", *given).code == 0
+    success("precompute-ref", "pairs.jsonl", *given)
     lengths = sorted(map(len, pl.read_parquet("cache/data/*.parquet")["prompt_ids"].to_list()))
     assert lengths == sorted(table(whole_sample)["prompt_tokens"].to_list()[::4])
 
@@ -128,7 +127,7 @@ def test_a_conversation_needs_a_chat_template_and_a_text_does_not(world, asked_t
     (here / "plain" / "chat_template.jinja").unlink()
     texts = write_prompts(here / "p.jsonl", QUESTIONS[:1])
     given = ("--model", "plain", "-n", 1, "--max-new-tokens", 2, "--no-mlflow")
-    assert align("sample", texts, *given, "--output", "texts").code == 0
+    success("sample", texts, *given, "--output", "texts")
     named = ("plain", "tokens.chat_template")
     refusal(2, "sample", asked_turns, *given, "--output", "turns", names=named)
 
@@ -137,8 +136,7 @@ def test_a_run_is_recorded_with_the_root_of_its_table(
     world, asked_turns, tmp_path, own_uri, no_mlflow_settings
 ):
     given = ("--model", world.model, "--output", tmp_path / "out", "-n", 1, "--max-new-tokens", 2)
-    made = align("sample", asked_turns, *given, "--set", f"tracking.uri={own_uri}")
-    assert made.code == 0, made
+    success("sample", asked_turns, *given, "--set", f"tracking.uri={own_uri}")
     run = the_run(open_store(own_uri), "align")
     root = read_table(TableFolder(tmp_path / "out", "samples"))[0].root
     assert run.data.tags["align.samples_root"] == root

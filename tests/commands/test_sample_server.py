@@ -9,7 +9,7 @@ import pytest
 
 from support.asking import echo
 from support.chat_server import chat_server
-from support.command import align, refusal
+from support.command import refusal, success
 from support.mlflow_runs import open_store
 from support.trainings import KILLED
 
@@ -39,16 +39,16 @@ def completions(here):
 
 def test_only_missing_samples_are_bought(sample_words, here):
     with chat_server(echo, faults={500: 0.1, "cut": 0.1}) as stub:
-        assert align(*sample_words(stub, "-n", 2)).code == 0
+        success(*sample_words(stub, "-n", 2))
         first = completions(here)
-        assert align(*sample_words(stub, "-n", 3, prompts=PROMPTS[::-1])).code == 0
+        success(*sample_words(stub, "-n", 3, prompts=PROMPTS[::-1]))
         grown = completions(here)
-        assert align(*sample_words(stub, "-n", 3)).code == 0
+        success(*sample_words(stub, "-n", 3))
         assert stub.answered.total() == 8 * 3
     assert (len(first), len(grown)) == (16, 24)
     assert first.items() < grown.items()
     with chat_server(echo) as stub:  # other weights under the same name
-        assert align(*sample_words(stub, "-n", 2, "--revision", "two")).code == 0
+        success(*sample_words(stub, "-n", 2, "--revision", "two"))
         assert stub.answered.total() == 8 * 2
 
 
@@ -58,7 +58,7 @@ def test_a_dead_server_and_a_spent_budget_have_own_codes(sample_words, here):
     with chat_server(echo) as stub:
         budget = ("-n", 4, "--concurrency", 1, "--set", "server.max_tokens=150")
         refusal(75, *sample_words(stub, *budget), names=("server.max_tokens", "150"))
-        assert align(*sample_words(stub, "-n", 4)).code == 0
+        success(*sample_words(stub, "-n", 4))
         assert set(stub.answered.values()) == {1}
         assert stub.answered.total() == 8 * 4
     assert len(completions(here)) == 32
@@ -77,15 +77,14 @@ def test_a_kill_asks_again_what_was_in_flight(server, sample_words, here, kills)
                 assert command.processes[0].server.wait(command.processes[0].pid, 0.002) is None
             command.signal(number)
             assert command.answers()[0].code == code
-        assert align(*words).code == 0
+        success(*words)
     assert len(stub.answered) == len(completions(here)) == 8 * 40
     assert stub.answered.total() <= 8 * 40 + kills * CONCURRENCY
 
 
 def test_the_key_is_never_shown(sample_words, here, own_uri, no_mlflow_settings):
     with chat_server(echo, key=KEY, faults={500: 0.2}) as stub:
-        worked = align(*sample_words(stub, "-n", 2, with_mlflow=True))
-        assert worked.code == 0
+        worked = success(*sample_words(stub, "-n", 2, with_mlflow=True))
         stub.key = "another"  # it says the key that it was given
         failed = refusal(2, *sample_words(stub, "-n", 4, with_mlflow=True))
     assert "Bearer ***" in failed

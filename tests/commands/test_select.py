@@ -16,7 +16,7 @@ from align.stages.data.text_rows import read_text_rows
 from align.stages.storage.disk.fs import sha256_of
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.tables import TableFolder, read_table
-from support.command import align, refusal
+from support.command import refusal, success
 from support.read_rows import parted
 from support.stage_one import run
 
@@ -63,8 +63,7 @@ def judged(folder, table, *, kind="judged", sampling=None):
 
 def selected(*arguments):
     """What was selected, and its manifest."""
-    answer = align("select", *arguments)
-    assert answer.code == 0, answer
+    success("select", *arguments)
     manifest, table = read_table(TableFolder.at("align-selected", "selected"))
     return table, manifest
 
@@ -184,8 +183,7 @@ def from_samples(sampling):
 def judge_by_words(samples):
     Path("counts_words.py").write_text("def grade(prompt, text, row): return len(text.split())\n")
     by = ("--by", "function", "--function", "counts_words:grade", "--no-mlflow")
-    answer = align("judge", samples, *by)
-    assert answer.code == 0, answer
+    success("judge", samples, *by)
 
 
 def test_how_samples_were_drawn_travels_into_the_cache(here, to):

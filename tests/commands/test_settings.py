@@ -16,7 +16,7 @@ from align.schemas.config import Config
 from align.schemas.errors import UsageError
 from align.schemas.train_options import TrainOptions
 from align.stages.methods.table import METHODS, objective_of
-from support.command import align, refusal
+from support.command import align, refusal, success
 from support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -34,7 +34,7 @@ def write(text, path="align.yaml"):
 def test_the_written_file_holds_the_defaults_and_the_options_of_its_method(method):
     """Those as comments: a run with another method refuses them."""
     words = ("--method", method) if method else ()
-    assert align("init", *words).code == 0
+    success("init", *words)
     refusal(2, "init", *words, names=("align.yaml",))
     assert load().config == replace(Config(), train=replace(TrainOptions(), method=method))
     assert {*load().origins} == {*flatten(Config())}
@@ -46,7 +46,7 @@ def test_the_written_file_holds_the_defaults_and_the_options_of_its_method(metho
 
 
 def test_a_schema_beside_the_file_knows_every_setting(here):
-    assert align("init", "--schema").code == 0
+    success("init", "--schema")
     first, *_ = (here / "align.yaml").read_text().splitlines()
     assert first == "# yaml-language-server: $schema=align.schema.json"
     schema = json.loads((here / "align.schema.json").read_text())

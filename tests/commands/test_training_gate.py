@@ -10,7 +10,7 @@ import pytest
 from align.pipeline.options.settings import load_settings
 from align.schemas.config import CacheOptions, ModelOptions, TrackingOptions
 from support import stage_one
-from support.command import align, refusal
+from support.command import refusal, success
 from support.refusals import require_names
 from support.stub_reference import Liar
 
@@ -53,8 +53,7 @@ def test_another_reference_is_refused_unless_asked_for(course, policy, tmp_path)
 
 def test_a_cache_to_evaluate_on_is_of_the_same_reference_and_tokens(course, world, tmp_path):
     made = ("--model", course.model, "--output", tmp_path / "other", "--max-length", 1024)
-    answer = course.server.run("precompute-ref", world.data.paired, *made, "--no-mlflow")
-    assert answer.code == 0, answer
+    course.server.success("precompute-ref", world.data.paired, *made, "--no-mlflow")
     other = ("--set", f"train.eval_cache={tmp_path / 'other'}")
     refused(course, *other, names=("tokens.max_length: ",))
 
@@ -83,28 +82,24 @@ def test_a_run_takes_the_file_beside_its_cache(course, here):
     (project / "align.yaml").write_text("train:\n  lr: 0.125\n  eval_fraction: 0.4\n")
     words = ("train", "--cache", project / "cache", "--output", "run", *ONE_STEP)
     refusal(2, *words, "--lora", "--set", "lora.targets=[nosuch]", names=("nosuch",))
-    answer = align(*words)
-    assert answer.code == 0, answer
+    success(*words)
     assert "lr: 0.125" in (here / "run" / "config.yaml").read_text()
 
 
 def test_a_finished_adapter_can_be_merged_later(course, here):
     words = ("--cache", course.cache, "--output", here / "run", *ONE_STEP, "--lora")
-    first = course.server.run("train", *words)
-    assert first.code == 0, first
+    course.server.success("train", *words)
     before = (here / "run" / "model" / "adapter_model.safetensors").read_bytes()
-    again = course.server.run("train", *words, "--merge", "--resume", "auto")
-    assert again.code == 0, again
+    course.server.success("train", *words, "--merge", "--resume", "auto")
     assert (here / "run" / "model-merged" / "config.json").is_file()
     assert (here / "run" / "model" / "adapter_model.safetensors").read_bytes() == before
 
 
 def test_a_default_that_init_wrote_does_not_count_as_given(course, world, here):
-    assert align("init").code == 0
+    success("init")
     made = ("--model", world.model, "--output", "short", "--max-length", 256, "--no-mlflow")
-    assert align("precompute-ref", world.data.paired, *made).code == 0
-    answer = align("train", "--cache", "short", "--output", "run", *ONE_STEP)
-    assert answer.code == 0, answer
+    success("precompute-ref", world.data.paired, *made)
+    success("train", "--cache", "short", "--output", "run", *ONE_STEP)
     given = ("--set", "tokens.max_length=2048")
     named = ("tokens.max_length: ", "256", "2048")
     refusal(4, "train", "--cache", "short", *ONE_STEP, *given, names=named)
@@ -116,12 +111,11 @@ def test_a_run_resumes_under_the_deepspeed_configuration_it_began_with(course, w
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     words = ("--cache", course.cache, "--output", "run", *ONE_STEP, "--deepspeed", file)
     words = (*words, "--set", f"train.eval_cache={course.cache}")
-    begun = align("train", *words)
-    assert begun.code == 0, begun
+    begun = success("train", *words)
     prompts = len(set(pq.read_table(world.data.paired)["prompt"].to_pylist()))
     require_names(begun.err, f"{prompts} of {prompts}", course.cache)
     more = (*words, "--max-steps", 2, "--resume", "auto")
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "prescale_gradients": True}))
     refusal(4, "train", *more, names=("deepspeed prescale_gradients: ", "True"))
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
-    assert align("train", *more).code == 0
+    success("train", *more)

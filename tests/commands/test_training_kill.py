@@ -125,8 +125,7 @@ def test_a_run_killed_a_little_later_each_time_loses_no_checkpoint(course, tmp_p
 def test_rows_of_steps_trained_again_stand_once(course, tmp_path):
     """Killed with the margins of steps 3 and 4 written, it next writes those of step 3 alone."""
     run = tmp_path / "run"
-    (answer,) = course.start(run, faults=[f"{ROWS}=kill@2"]).answers()
-    assert answer.code == KILLED
+    course.ends(KILLED, run, fault=f"{ROWS}=kill@2")
     damaged = RunFolder(shutil.copytree(run, tmp_path / "damaged"))
     course.run(run, "--resume", "auto", "--save-every", 3)
     require_same(run, course.whole())

@@ -39,8 +39,7 @@ def few(course, world, tmp_path_factory):
     folder = tmp_path_factory.mktemp("few")
     pq.write_table(pq.read_table(world.data.paired).slice(0, 12), folder / "few.parquet")
     made = ("--model", course.model, "--output", folder / "cache-of-few", "--no-mlflow")
-    answer = course.server.run("precompute-ref", folder / "few.parquet", *made)
-    assert answer.code == 0, answer
+    course.server.success("precompute-ref", folder / "few.parquet", *made)
     return folder / "cache-of-few"
 
 
@@ -68,8 +67,7 @@ def plain(finished, course):
 
 def answered(run, course):
     """The run with answers in its report."""
-    answer = course.server.run("report", run, *ANSWERS, "--config", run / "config.yaml")
-    assert answer.code == 0, answer
+    course.server.success("report", run, *ANSWERS, "--config", run / "config.yaml")
     return run
 
 
@@ -194,7 +192,7 @@ def test_a_longer_run_forgets_its_answers(plain, course, tmp_path):
     RunFolder(run).answers.unlink()
     RunFolder(run).run_record.unlink()
     asked = ("report", run, *ANSWERS)
-    assert course.server.run(*asked, cwd=tmp_path).code == 0
+    course.server.success(*asked, cwd=tmp_path)
     assert RunFolder(run).answers.read_bytes() == RunFolder(plain).answers.read_bytes()
     ending = RunFolder(run).ending
     kept = ending.read_bytes()
@@ -204,14 +202,13 @@ def test_a_longer_run_forgets_its_answers(plain, course, tmp_path):
     ending.write_bytes(kept)
     longer = ("--max-steps", 7, "--no-mlflow", "--resume", "auto")
     again = ("--config", plain / "config.yaml", "--output", run, *longer)
-    assert course.server.run("train", *again).code == 0
+    course.server.success("train", *again)
     assert not RunFolder(run).answers.exists()
 
 
 def test_its_config_file_makes_the_same_model_again(plain, course, tmp_path):
     again = ("--config", plain / "config.yaml", "--output", tmp_path / "run", "--no-mlflow")
-    answer = course.server.run("train", *again)
-    assert answer.code == 0, answer
+    course.server.success("train", *again)
     assert weights(tmp_path / "run") == weights(plain)
 
 
@@ -278,8 +275,7 @@ def test_a_finished_run_becomes_a_version(plain, course, uri, tmp_path):
     store, client = ("--uri", uri), open_store(uri)
 
     def registered(run, *more):
-        answer = course.server.run("register", run, "prefs", *more, *store, cwd=tmp_path)
-        assert answer.code == 0, answer
+        answer = course.server.success("register", run, "prefs", *more, *store, cwd=tmp_path)
         return answer.out
 
     require_names(registered(plain, "--alias", "champion"), "version 1", "champion")
@@ -354,7 +350,7 @@ def test_others_load_an_adapter_and_its_merged_model(finished, course, few):
     assert changed == {name for name in base if "_proj" in name}
     # A merged model of fewer steps would be taken for this one.
     on = ("--config", run / "config.yaml", "--output", run, "--resume", "auto", "--max-steps", 7)
-    assert course.server.run("train", *on, "--set", "lora.merge=false").code == 0
+    course.server.success("train", *on, "--set", "lora.merge=false")
     assert not merged.exists()
 
 

@@ -91,8 +91,7 @@ def test_the_model_of_the_best_checkpoint_is_written(course, tmp_path):
     best = ("--set", "train.write_best=true")
     first = course.whole(*two, "--set", "train.patience=1")
     assert ending_of(first).step == 2
-    (answer,) = course.start(run, *two, *best, faults=["before:rename:model=kill@1"]).answers()
-    assert answer.code == KILLED
+    course.ends(KILLED, run, *two, *best, fault="before:rename:model=kill@1")
     told = course.run(run, *two, *best, *RESUME).err
     steps = {*re.findall(r"step (\d+)\b", told)}
     assert {"2", "0"} <= steps  # 0 is better yet, and has no checkpoint
@@ -112,8 +111,7 @@ def test_the_model_of_the_best_checkpoint_is_written(course, tmp_path):
 def test_a_metric_that_is_never_measured_ends_the_run_at_once(course, tmp_path):
     run = tmp_path / "run"
     words = ("--eval-every", 2, "--set", "train.best=eval/los", "--set", "train.patience=2")
-    (answer,) = course.start(run, *words).answers()
-    assert answer.code == 2
+    answer = course.ends(2, run, *words)
     require_names(answer.err, "eval/los ", "'eval/loss'")
 
 

@@ -13,7 +13,7 @@ from align.stages.storage.cache import Cache
 from align.stages.storage.run.checkpoints import read_checkpoint
 from align.stages.storage.run.run_folder import RECORD_NAME, RunFolder, read_ending
 from align.stages.tracking.run_record import RunRecord
-from support.command import align
+from support.command import success
 from support.refusals import require_names
 from support.stage_one import contents
 from support.trainings import KILLED, learned, refused, require_same, weights
@@ -46,7 +46,7 @@ def test_what_is_learned_by_may_not_change_and_is_named(course, broken_run, worl
     refused(course, 2, broken_run, names=("--resume auto",))
     cache = broken_run.with_name("other-cache")
     made = ("--model", course.model, "--output", cache, "--no-mlflow", "--set", "cache.shards=3")
-    assert course.server.run("precompute-ref", world.data.paired, *made).code == 0
+    course.server.success("precompute-ref", world.data.paired, *made)
     root = Cache(cache).manifest().root
     refused(course, 4, broken_run, *RESUME, "--cache", cache, names=("--cache", root[:12]))
 
@@ -55,9 +55,8 @@ def test_a_run_begun_anew_is_the_same_in_mlflow(course, own_uri, tmp_path):
     run, keys = tmp_path / "run", []
     told = ("--mlflow", "--set", f"tracking.uri={own_uri}")
     for words in ((), (), ("--lr", 2e-3)):
-        place = ["before:make_folder:checkpoints/.tmp-*=kill@1"]
-        (answer,) = course.start(run, *told, *RESUME, *words, faults=place).answers()
-        assert answer.code == KILLED
+        place = "before:make_folder:checkpoints/.tmp-*=kill@1"
+        course.ends(KILLED, run, *told, *RESUME, *words, fault=place)
         keys.append(RunRecord.find(RunFolder(run)).facts.key)
     first, again, other = keys
     assert first == again != other
@@ -67,8 +66,7 @@ def test_another_base_under_an_adapter_is_refused(course, tmp_path):
     """Orpo asks for no reference, so nothing else holds the base to the cache."""
     run, base = tmp_path / "run", shutil.copytree(course.model, tmp_path / "base")
     options = ("--method", "orpo", "--lora", "--model", base)
-    (answer,) = course.start(run, *options, faults=["before:update=kill@6"]).answers()
-    assert answer.code == KILLED
+    course.ends(KILLED, run, *options, fault="before:update=kill@6")
     tensors = load_file(base / "model.safetensors")
     next(iter(tensors.values())).view(-1)[0] += 1e-3
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
@@ -169,7 +167,7 @@ def test_a_run_is_finished_because_it_says_so(course, finished, tmp_path):
     course.run(copy, *RESUME)
     assert weights(copy) == trained
     (copy / "_align" / "ending.json").unlink()
-    assert align("report", copy).code == 0
+    success("report", copy)
     assert "6 steps, not finished." in (copy / "report.html").read_text()
 
 

@@ -12,7 +12,7 @@ from align.pipeline.train import checkpoint
 from align.stages.engine.distributed import joined_world
 from align.stages.model.policy import Policy
 from align.stages.storage.run.checkpoints import read_checkpoint
-from support.command import align
+from support.command import align, success
 from support.refusals import require_names
 from support.training_world import job_of, learn
 
@@ -86,8 +86,7 @@ def test_a_resumed_run_keeps_to_what_fits(training_world, tmp_path, scarce):
     run = tmp_path / "run"
     words = ("--cache", training_world.pairs, "--method", "dpo", "--max-steps", 4, "--no-mlflow")
     sized = ("--tokens-per-batch", 100_000, "--batch-size", 8, "--save-every", 2, "--lr", 1e-3)
-    first = align("train", *words, *sized, "--output", run)
-    assert first.code == 0, first
+    success("train", *words, *sized, "--output", run)
     report = (run / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["memory/ran_out"] for line in report] == [1.0] * 4
 
@@ -95,8 +94,7 @@ def test_a_resumed_run_keeps_to_what_fits(training_world, tmp_path, scarce):
     killed = shutil.copytree(run, tmp_path / "killed")
     for name in ("model", "checkpoints/step-00000004"):
         shutil.rmtree(killed / name)
-    again = align("train", *words, *sized, "--output", killed, "--resume", "auto")
-    assert again.code == 0, again
+    again = success("train", *words, *sized, "--output", killed, "--resume", "auto")
     weights = [(one / "model" / "model.safetensors").read_bytes() for one in (run, killed)]
     assert weights[0] == weights[1]
     checkpoints = [read_checkpoint(one / "checkpoints" / "step-00000004") for one in (run, killed)]
@@ -132,6 +130,5 @@ def test_an_evaluation_is_synced_before_its_checkpoint(training_world, tmp_path,
     words = ("--cache", training_world.pairs, "--output", tmp_path / "run", "--method", "dpo")
     often = ("train.eval_fraction=0.3", "train.eval_every=1", "train.save_every=1")
     sets = [word for one in often for word in ("--set", one)]
-    done = align("train", *words, "--batch-size", 1, "--max-steps", 2, "--no-mlflow", *sets)
-    assert done.code == 0, done
+    success("train", *words, "--batch-size", 1, "--max-steps", 2, "--no-mlflow", *sets)
     assert known == [(True, True)] * 2

@@ -34,8 +34,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(course, tmp_path):
     assert ended() == ("time", 0, 6)
     assert steps_saved(run) == [0]
 
-    (asked,) = course.start(run, *words, faults=["before:update=term@3"]).answers()
-    assert asked.code == 143, asked
+    asked = course.ends(143, run, *words, fault="before:update=term@3")
     place = run / "checkpoints" / "step-00000003"  # the step is finished first
     require_names(asked.err, "signal 15", "step 3", place)
     assert "Traceback" not in asked.err
@@ -44,8 +43,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(course, tmp_path):
     assert steps_saved(run) == [0, 3]
     assert not (run / "model").exists()
 
-    (killed,) = course.start(run, *words, faults=["before:update=kill@1"]).answers()
-    assert killed.code == KILLED, killed
+    course.ends(KILLED, run, *words, fault="before:update=kill@1")
     assert read_ending(RunFolder(run)) is None
 
     course.run(run, *words)
@@ -58,8 +56,7 @@ def test_a_stopped_evaluation_is_made_on_resume(course, tmp_path):
     run, words = tmp_path / "run", ("--save-every", 0, *RESUME)
     for step in (3, 6):
         # The fifth batch: the evaluation before it, which is made anew or at the start, has four.
-        (asked,) = course.start(run, *words, faults=["before:held_out=term@5"]).answers()
-        assert asked.code == 143, asked
+        course.ends(143, run, *words, fault="before:held_out=term@5")
         state = read_checkpoint(run / "checkpoints" / f"step-{step:08d}").state
         assert (state.step, state.evaluated, state.best) == (step, False, None)
         assert not any(name.startswith("eval/") for name in state.metrics)
@@ -99,8 +96,7 @@ def srun(rank, port):
 
 def test_a_second_signal_ends_it_at_once(course, tmp_path):
     twice = "before:backward=term@3,before:update=term@3"
-    (answer,) = course.start(tmp_path / "run", faults=[twice]).answers()
-    assert answer.code == -signal.SIGTERM
+    course.ends(-signal.SIGTERM, tmp_path / "run", fault=twice)
     assert steps_saved(tmp_path / "run") == [2]
 
 
@@ -121,8 +117,7 @@ def test_every_signal_that_asks_to_stop_is_heard_once(monkeypatch):
 def test_a_run_keeps_others_out_of_its_folder_until_a_person_stops_it(course, tmp_path):
     training = course.start(tmp_path / "run", *ENDLESS)
     training.until("step 1:")
-    (other,) = course.start(tmp_path / "run", *RESUME).answers()
-    assert other.code == 75, other
+    other = course.ends(75, tmp_path / "run", *RESUME)
     require_names(other.err, tmp_path / "run", training.processes[0].pid)
     training.signal(signal.SIGINT)
     (answer,) = training.answers()
@@ -157,8 +152,7 @@ def test_ranks_whose_launcher_was_killed_save_and_stop(course, tmp_path):
 
 def test_a_run_that_learns_nothing_but_nan_has_failed(course, tmp_path):
     run = tmp_path / "run"
-    (answer,) = course.start(run, "--lr", 1e30).answers()
-    assert answer.code == 6, answer
+    course.ends(6, run, "--lr", 1e30)
     listed = [json.loads(line) for line in (run / "nonfinite.jsonl").read_text().splitlines()]
     assert [line["step"] for line in listed] == [2, 3, 4]
     assert len({row for line in listed for row in line["row_ids"]}) == 12
@@ -171,6 +165,5 @@ def test_a_run_that_learns_nothing_but_nan_has_failed(course, tmp_path):
 def test_weights_that_a_last_step_has_made_infinite_are_no_model(course, tmp_path):
     run = tmp_path / "run"
     extreme = ("--lr", 1e30, "--set", "train.weight_decay=1e10", "--warmup", 0, "--max-steps", 1)
-    (answer,) = course.start(run, *extreme, "--eval-fraction", 0).answers()
-    assert answer.code == 6, answer
+    course.ends(6, run, *extreme, "--eval-fraction", 0)
     assert not (run / "model").exists()

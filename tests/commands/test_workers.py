@@ -19,7 +19,7 @@ from align.stages.storage.cache_work import CacheWork, unfinished_work
 from align.stages.storage.copies import damaged_objects
 from align.stages.storage.remote import Remote
 from support import disk_faults
-from support.command import align
+from support.command import success
 from support.mlflow_runs import open_store, the_run
 from support.patience import PATIENCE
 from support.refusals import refuses, require_names
@@ -205,7 +205,7 @@ def test_two_ranks_that_are_killed_end_in_the_same_bytes(course, world, tmp_path
         return [answer.code for answer in answers]
 
     strike(run_all, 2, strikes)
-    assert course.server.run(*words).code == 0
+    course.server.success(*words)
     assert contents(tmp_path) == contents(course.cache)
 
 
@@ -215,8 +215,7 @@ def test_of_ranks_one_records_a_run(world, tmp_path, own_uri, monkeypatch, no_ml
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
-        answer = align(*words)
-        assert answer.code == 0, answer
+        success(*words)
         if rank == "1":
             assert open_store(own_uri).get_experiment_by_name("align") is None
     assert the_run(open_store(own_uri), "align").info.status == "FINISHED"

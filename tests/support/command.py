@@ -44,6 +44,13 @@ def align(*arguments):
     raise AssertionError("a command always ends in an exit code")
 
 
+def success(*arguments):
+    """Gives a command that must succeed."""
+    answer = align(*arguments)
+    assert answer.code == 0, answer
+    return answer
+
+
 def refusal(code, *arguments, names=()):
     """Runs a command that must fail; returns its one message, which contains all `names`."""
     answer = align(*arguments)

@@ -12,7 +12,6 @@ import yaml
 from align.pipeline.tables.samplers import OpenLocalSampler
 from align.schemas.samples import Sample
 from support import letters
-from support.command import align
 
 # Eight prompts of each round get three samples; a training takes two steps.
 SHORT = {
@@ -71,11 +70,6 @@ def counted():
     ):
         yield paid
     paid.judged = len(letters.CALLS) - before
-
-
-def play(path, *words):
-    """The command, in this process."""
-    return align("rounds", path, *words)
 
 
 def lines_of(folder):

@@ -91,6 +91,12 @@ class Server:
         """Runs a command to its end; returns the answer of its first rank."""
         return self.start(*arguments, **how).answers()[0]
 
+    def success(self, *arguments, **how):
+        """Gives a command that must succeed."""
+        answer = self.run(*arguments, **how)
+        assert answer.code == 0, answer
+        return answer
+
     def fork(self, arguments, cwd, environment, **more):
         """Starts a command in one process."""
         self._count += 1
@@ -218,8 +224,7 @@ class Course:
         text = json.dumps(config | {"attention_dropout": 0.1})
         (self.model / "config.json").write_text(text)
         made = ("--model", self.model, "--output", self.cache, "--shards", 8)
-        answer = self.server.run("precompute-ref", world.data.paired, *made, "--no-mlflow")
-        assert answer.code == 0, answer
+        self.server.success("precompute-ref", world.data.paired, *made, "--no-mlflow")
 
     def start(self, run, *more, **how):
         """Starts a short run in a folder."""
@@ -231,8 +236,12 @@ class Course:
 
     def run(self, run, *more, **how):
         """A short run from its beginning to its end."""
-        answer = self.start(run, *more, **how).answers()[0]
-        assert answer.code == 0, answer
+        return self.server.success(*self.arguments(run, *more), **how)
+
+    def ends(self, code, run, *more, fault=""):
+        """A short run that ends with this code, where it meets a fault."""
+        (answer,) = self.start(run, *more, faults=[fault]).answers()
+        assert answer.code == code, answer
         return answer
 
     def whole(self, *more, ranks=1):
