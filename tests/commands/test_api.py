@@ -40,7 +40,7 @@ def resumed_run(made_cache, tmp_path_factory):
     def hear(step, metrics):
         heard.append((step, dict(metrics)))
         if step == 2 and not any(step == 2 for step, _ in heard[:-1]):
-            raise RuntimeError("enough")
+            raise RuntimeError("enough of https://me:canary@127.0.0.1")
 
     with pytest.raises(RuntimeError, match="enough"):
         align.train("dpo", **asked, settings=SHORT, callbacks=[hear], progress=False)
@@ -48,6 +48,8 @@ def resumed_run(made_cache, tmp_path_factory):
     ended = align.load_run(asked["output"])
     assert (ended.steps, ended.ending, ended.model) == (2, "failed", None)
     assert "RuntimeError: enough" in (ended.folder / "report.html").read_text()
+    files = [path for path in ended.folder.rglob("*") if path.is_file()]
+    assert not [path for path in files if b"canary" in path.read_bytes()]
     settings = SHORT | {"train.resume": "auto"}
     return align.train("dpo", **asked, settings=settings, callbacks=[hear], progress=False), heard
 

@@ -94,6 +94,20 @@ def test_check_counts_ties_and_takes_a_split(conversations, tmp_path):
     assert "response_1 and response_2 -> chosen or rejected" in text
 
 
+def test_one_row_of_a_thousand_may_be_unusable_by_default_and_two_may_not(config, tmp_path):
+    for unusable in (1, 2):
+        rows = [
+            {"prompt": f"{row}?", "chosen": "a" if row >= unusable else None, "rejected": "b"}
+            for row in range(1000)
+        ]
+        data = DataOptions(files=[write_rows(tmp_path / f"{unusable}.jsonl", rows)])
+        bare = replace(config, model=replace(config.model, path=""), data=data)
+        checked = check_data(bare, progress=Silent())
+        assert (checked.rows_in, checked.usable) == (1000, 1000 - unusable)
+        text = "\n".join(map(str, checked.lines()))
+        assert ("--max-bad-frac" in text) == (unusable == 2)
+
+
 def test_data_that_stage_one_would_refuse_are_refused(conversations, tmp_path):
     for name in ("data-train.jsonl", "data-test.jsonl"):
         write_rows(tmp_path / name, ROWS)

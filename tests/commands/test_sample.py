@@ -6,6 +6,7 @@ import polars as pl
 import pytest
 
 from align.pipeline.parts import Part
+from align.pipeline.tables import samplers
 from align.schemas.errors import BadDataError, LockedError, UsageError
 from align.schemas.samples import Distribution
 from align.stages.storage.disk.locks import owner_lock
@@ -118,6 +119,25 @@ def test_parts_make_the_table_of_the_whole(tmp_path, prompts_file, config):
     willing = CountingSampler(tmp_path / "willing-log")
     again = run_sampling(config, willing)  # what was refused is asked again
     assert (again.counts.new, again.manifest.counts["prompts_refused"]) == (3 * 4, 0)
+
+
+def test_what_another_command_draws_meanwhile_is_not_drawn_again(
+    tmp_path, prompts_file, monkeypatch
+):
+    """The other one draws all 48 samples after this one has chosen a first group of five."""
+    monkeypatch.setattr(samplers, "ANSWERS_AT_ONCE", 5)
+    shared = {"answers": str(tmp_path / "answers")}
+    other = config_of(prompts_file, tmp_path / "other", **shared)
+
+    class Overtaken(CountingSampler):
+        def open(self, sampling):
+            run_sampling(other, CountingSampler(self.log))
+            return super().open(sampling)
+
+    counting = Overtaken(tmp_path / "log")
+    made = run_sampling(config_of(prompts_file, tmp_path / "out", **shared), counting)
+    assert made.manifest.rows == 48
+    assert len(counting.drawn()) == 48 + 5
 
 
 def test_what_cannot_be_sampled_is_refused(tmp_path, config, counting, journey):

@@ -78,6 +78,8 @@ def test_what_is_too_long_is_cut_and_counted_or_refused(saved_tokenizer):
     row, notes = encode_one(saved_tokenizer, text(), max_length=limit)
     assert (row.completions[0], row.cut[0]) == (full.completions[0][:-1], 1)
     assert notes["rows_with_completion_truncated"] == 1
+    _, notes = encode_one(saved_tokenizer, text(rejected=" no"), max_length=limit)
+    assert notes["rows_with_completion_truncated"] == 1  # by one of its two completions
     _, notes = encode_one(saved_tokenizer, text(), max_prompt_length=3)
     assert notes["rows_with_prompt_truncated"] == 1
     bad = refusal_of(saved_tokenizer, text(), max_length=len(full.prompt))

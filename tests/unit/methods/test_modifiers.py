@@ -148,6 +148,13 @@ def test_divergences_of_twice_and_a_quarter_as_likely(values, expected):
     assert taken.means["rewards/margins"] == pytest.approx(0.1 * expected, abs=5e-8)
 
 
+def test_a_divergence_tells_completions_apart_that_are_thirty_nats_less_likely():
+    # (1 - e^30) - (1 - e^31)
+    whole = pairs([Said((-30.0,)), Said((-31.0,))])
+    chosen, rejected = ratios(whole, f_divergence="forward_kl")
+    assert chosen - rejected == pytest.approx(math.exp(31) - math.exp(30))
+
+
 def test_wpo_weighs_pairs_by_how_likely_the_policy_is_to_write_them():
     # m' is the mean of log p - log sum p^2: chosen (-1 + .5 - 2 + .7) / 2 = -.9, rejected -.3:
     # e^-1.2 = .301194 of -LS(.3) = .554355.

@@ -1,6 +1,8 @@
 """Rows that are divided by key range come back sorted, numbered and with all of their columns."""
 
 from collections import Counter
+from io import BytesIO
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -9,10 +11,14 @@ from hypothesis import strategies as st
 
 from align.schemas.errors import CorruptionError
 from align.schemas.rows import Role
+from align.stages.data.row_keys import key_rows
 from align.stages.pairing import partition
 from align.stages.pairing.partition import (
+    EncodedSlice,
+    majority_candidate,
     number_of_ranges,
     number_of_shards,
+    write_slice,
 )
 from support.encoded_rows import encoded, record_lists, shards_of
 
@@ -100,6 +106,19 @@ def test_a_pair_that_is_there_in_both_orders_is_counted_once(tmp_path):
         shards = shards_of(tmp_path, records, per_file=3, ranges=ranges)
         shards.read()
         assert shards.notes["pairs_in_both_orders"] == 1
+
+
+def test_the_prompt_of_most_completions_is_found_in_any_order_of_slices():
+    """It has six of eleven: three in each of two slices, and another prompt has five."""
+    slices = []
+    for prompt, completions in ((5, 3), (5, 3), (9, 5)):
+        rows = [encoded([prompt], [row + 1], row=row) for row in range(completions)]
+        facts = write_slice(BytesIO(), [key_rows(rows, carried=())], ranges=4)
+        nothing = {"rows_in": (), "notes": {}, "reasons": {}, "rejected": ()}
+        slices.append(EncodedSlice(**facts, **nothing, bytes=0))
+    key, uses = slices[0].largest_prompt
+    assert uses == 3
+    assert {majority_candidate(order) for order in permutations(slices)} == {key}
 
 
 def test_portions_in_which_all_tokens_are_learned_are_read_with_others(tmp_path, monkeypatch):
