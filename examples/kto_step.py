@@ -2,9 +2,9 @@
 
     python kto_step.py MODEL ROWS.jsonl
 
-MODEL is a Hugging Face folder, the reference, and ROWS holds `prompt`, `chosen` and `rejected` as
-plain text. All rows make one optimizer step, whose numbers are printed under the names that they
-have in the `metrics.jsonl` of `align train`. A test compares both, and the weights after the step.
+MODEL is the reference, a Hugging Face folder, and ROWS has `prompt`, `chosen` and `rejected` as
+plain text. All rows make one optimizer step. Its numbers are printed with the names that they have
+in the `metrics.jsonl` of `align train`. A test compares both, and the weights after the step.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("model", type=Path)
 parser.add_argument("rows", type=Path)
-parser.add_argument("--policy", type=Path, help="what is trained; without it, the reference")
+parser.add_argument("--policy", type=Path, help="initial policy (default: the reference)")
 parser.add_argument("--steps", type=int, default=2)
 parser.add_argument("--lr", type=float, default=1e-3)
 parser.add_argument("--beta", type=float, default=0.1)
@@ -33,7 +33,8 @@ given = parser.parse_args()
 
 # 1. The rows as token ids.
 #
-# A completion is what follows the prompt in the tokens of both together, and ends with EOS once.
+# Prompt and completion are tokenized together. The completion is the tokens after the prompt, and
+# ends with one EOS.
 
 tokenizer = AutoTokenizer.from_pretrained(given.model)
 SIDES = ("chosen", "rejected")
@@ -54,16 +55,16 @@ texts = [json.loads(line) for line in given.rows.read_text(encoding="utf-8").spl
 rows = [(text["prompt"], encode(text)) for text in texts]
 
 
-# 2. The ring: which completion is scored under which other prompt.
+# 2. KL completions: each prompt also gets a completion of another prompt.
 #
-# Rows are ordered by a hash of their prompt, so the order of the file does not matter; rows
-# of one prompt have one hash, and are ordered by a digest of all that is in them.
+# Rows are ordered by a hash of their prompt, so the order of the file does not matter. Rows of one
+# prompt have the same hash, and are ordered by a digest of the whole row.
 
 
-def place_on_the_ring(row: tuple[str, dict[str, list[int]]]) -> tuple[int, bytes]:
-    """What rows are sorted by."""
+def sort_key(row: tuple[str, dict[str, list[int]]]) -> tuple[int, bytes]:
+    """The key by which rows are sorted."""
     prompt, ids = row
-    # A prompt is its text, its tools and the options of its template; here it is text alone.
+    # A prompt is its text, its tools and its template's options; here it is only text.
     content = json.dumps([prompt, None, {}], separators=(",", ":"))
     key = blake2b(content.encode(), digest_size=16, person=b"align prompt").digest()
     parts = [key + array("i", ids["prompt"]).tobytes()]
@@ -74,17 +75,17 @@ def place_on_the_ring(row: tuple[str, dict[str, list[int]]]) -> tuple[int, bytes
     return int.from_bytes(key[:8], "big"), row_digest
 
 
-rows.sort(key=place_on_the_ring)
+rows.sort(key=sort_key)
 prompts = [prompt for prompt, _ in rows for _ in SIDES]
 prompt_ids = [ids["prompt"] for _, ids in rows for _ in SIDES]
 completions = [ids[side] for _, ids in rows for side in SIDES]
 is_desirable = [side == "chosen" for _ in rows for side in SIDES]
 
-# The partner of each completion is the one so many places further along as one prompt has
-# completions at most: never one of its own prompt.
+# A circular shift by the largest number of completions of one prompt: it always reaches a
+# completion of another prompt, the partner.
 count, longest = len(completions), max(Counter(prompts).values())
 if count >= 64 or 2 * longest > count:
-    sys.exit("A ring of 64 completions may be cut into blocks, and no prompt may have half of it.")
+    sys.exit("Give fewer than 64 completions; no prompt may have more than half of them.")
 partners = [(j + longest) % count for j in range(count)]
 
 
@@ -93,7 +94,7 @@ def differ(j: int, other: int) -> bool:
     return prompts[j] != prompts[other] and completions[j] != completions[other]
 
 
-# Where the partner is the same text, partners are exchanged with the next completion that can.
+# If the partner has the same text, the completion exchanges partners with the next one that can.
 for j in range(count):
     for other in [*range(j + 1, count), *range(j)]:
         mine, theirs = partners[j], partners[other]
@@ -102,13 +103,13 @@ for j in range(count):
         if differ(theirs, j) and differ(mine, other):
             partners[j], partners[other] = theirs, mine
 if not all(differ(j, partners[j]) for j in range(count)):
-    sys.exit("Too many completions are the same text: some partner is no mismatch.")
+    sys.exit("Too many completions are the same text: some completion has no partner.")
 
 pairs = list(zip(prompt_ids, completions, strict=True))
 mismatched = [(prompt_ids[j], completions[partners[j]]) for j in range(count)]
 
 
-# 3. The reference's log-probs, of each completion under its prompt and under another one's.
+# 3. The reference's log-probs of all completions and KL completions.
 
 reference = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
 
@@ -128,7 +129,7 @@ with torch.no_grad():
 # 4. The steps.
 #
 #     r    = log policy(y | x) - log reference(y | x)
-#     z    = max(0, mean of r over the mismatched pairs), without a gradient
+#     z    = max(0, mean of r over the KL completions), without a gradient
 #     loss = mean of  1 - sigmoid(beta (r - z))  if y is desirable
 #                     1 - sigmoid(beta (z - r))  if it is not
 

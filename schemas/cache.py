@@ -133,7 +133,7 @@ _NONE = "none"
 
 
 @dataclass(frozen=True)
-class Stop:
+class StopToken:
     """One token that ends completions."""
 
     token: int
@@ -150,21 +150,21 @@ class Stop:
         return f"{self.text} ({self.token}), {what}"
 
     @staticmethod
-    def read(written: str) -> Stop | None:
+    def read(written: str) -> StopToken | None:
         """The stop that `str` wrote; None if there was none."""
         if written == _NONE:
             return None
         token, source, text = written.split(" ", 2)
-        return Stop(int(token), text, cast("Source", source))
+        return StopToken(int(token), text, cast("Source", source))
 
 
 @dataclass(frozen=True)
-class Stops:
+class StopTokens:
     """The stop tokens of plain text, of a turn of a conversation, and of a turn with tool calls."""
 
-    text: Stop | None
-    turn: Stop | None
-    tool_calls: Stop | None
+    text: StopToken | None
+    turn: StopToken | None
+    tool_calls: StopToken | None
 
     @cached_property
     def tokens(self) -> frozenset[int]:
@@ -189,10 +189,10 @@ class Stops:
         return {f"{FIELD}{name}": str(stop) if stop else _NONE for name, stop in named.items()}
 
     @staticmethod
-    def of(fingerprint: Mapping[str, str]) -> Stops:
+    def of(fingerprint: Mapping[str, str]) -> StopTokens:
         """The stops of a cache's fingerprint."""
         names = (f"{FIELD}{name}" for name in ("text", "turn", "tool_calls"))
-        return Stops(*(Stop.read(fingerprint.get(name, _NONE)) for name in names))
+        return StopTokens(*(StopToken.read(fingerprint.get(name, _NONE)) for name in names))
 
 
 class StoredKind(IntEnum):

@@ -90,13 +90,13 @@ def load_settings(
         require_trackers(config.tracking)
     for name, origin in origins.items():
         if origin in ("flag", "--set") and not reads(command, name):
-            way = instead_of(name, command)
-            raise UsageError(f"{origin}: {name} is not used by `align {command}`. {way}.")
+            advice = instead_of(name, command)
+            raise UsageError(f"{origin}: {name} is not used by `align {command}`. {advice}.")
     return Settings(config, origins)
 
 
 def instead_of(name: str, command: str) -> str:
-    """The remedy for a setting that the command would ignore."""
+    """What to do about a setting that the command would ignore."""
     if (instead := INSTEAD.get(command, {}).get(name)) is not None:
         return f"Use {instead}" if instead else "Leave it out"
     users = [f"`align {one}`" for one in COMMANDS if one != "config" and reads(one, name)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...schemas.cache import Stops
+from ...schemas.cache import StopTokens
 from ...schemas.errors import UsageError
 from ...stages.data.tokenizer import decoder
 from ...stages.report.eval_table import Decode
@@ -39,4 +39,4 @@ def text_of(cache: Cache, model: str | None = None) -> Decode:
             f"{cache.manifest_file}: the reference's folder {tokenizer}, with the tokenizer, is "
             "missing. Pass --model DIR."
         )
-    return decoder(tokenizer, Stops.of(manifest.fingerprint).tokens)
+    return decoder(tokenizer, StopTokens.of(manifest.fingerprint).tokens)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...schemas.cache import Plan, Stops
+from ...schemas.cache import Plan, StopTokens
 from ...schemas.config import Config
 from ...schemas.errors import FingerprintError, Interrupted
 from ...schemas.json_codec import digest
@@ -99,7 +99,7 @@ class Shards:
             len(self.plan.shards),
             self.config.cache.kl_pairs,
             max_length=self.config.tokens.max_length,
-            stops=Stops.of(self.plan.fingerprint).tokens,
+            stops=StopTokens.of(self.plan.fingerprint).tokens,
         )
 
 

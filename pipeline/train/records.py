@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from ...schemas.batches import EvalSample, RowMargins
-from ...schemas.cache import Stops
+from ...schemas.cache import StopTokens
 from ...schemas.checkpoint import RunEnding, RunStatus, State
 from ...schemas.errors import AlignError, Interrupted, StorageError, counted, log_failure
 from ...schemas.safe_text import redacted
@@ -184,7 +184,7 @@ class RunRecords:
         from ...stages.report.eval_table import evaluation_csv  # noqa: PLC0415 - as above
 
         if run.config.train.eval_text and not self._decode:
-            stops = Stops.of(run.manifest.fingerprint).tokens
+            stops = StopTokens.of(run.manifest.fingerprint).tokens
             self._decode = decoder(run.begins_as.path, stops)
         has_none = run.read_spec.context or not run.manifest.is_scored
         kind: Kind = "log-probs" if has_none else "log-ratios"

@@ -10,7 +10,7 @@ import polars as pl
 import torch
 
 from ...schemas.batches import World
-from ...schemas.cache import Stops
+from ...schemas.cache import StopTokens
 from ...schemas.errors import AlignError, UsageError
 from ...stages.data.tokenizer import decoder
 from ...stages.model.library_errors import is_out_of_memory
@@ -62,7 +62,7 @@ def answer_again(
             f"at most {most_tokens:,} tokens"
         )
         answers: dict[str, list[str] | list[bool]] = {"row_id": [*prompts]}
-        decode = decoder(run.begins_as.path, Stops.of(run.manifest.fingerprint).tokens)
+        decode = decoder(run.begins_as.path, StopTokens.of(run.manifest.fingerprint).tokens)
         answers["prompt"] = [decode(ids, False) for ids in prompts.values()]
         # One model after the other, because two may not fit into memory.
         for when, sampler in zip(("before", "after"), samplers, strict=True):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ...schemas.cache import Stops
+from ...schemas.cache import StopTokens
 from ...schemas.checkpoint import State
 from ...schemas.errors import CorruptionError, NonFiniteError, UsageError, counted
 from ...stages.engine.deepspeed_state import is_finite
@@ -93,7 +93,7 @@ def _write(run: Run, state: State, weights: Mapping[str, Tensor]) -> None:
                 f"{folder.root}: {name} has weights that are NaN or infinite after the last step, "
                 "so no model is written. Lower train.lr, or use --dtype float32, and start again."
             )
-    stops = Stops.of(run.manifest.fingerprint).of_template
+    stops = StopTokens.of(run.manifest.fingerprint).of_template
     own, value_head = parted(weights)
     merges = lora.enabled and lora.merge
     if not merges:  # an earlier merged model would be mistaken for this one
@@ -161,7 +161,7 @@ def _card(run: Run, state: State, *, is_adapter: bool) -> str:
             "a prompt with its completion, read at the last token that is not the padding token "
             f"({padding_token}).",
         ]
-    stops = Stops.of(manifest.fingerprint)
+    stops = StopTokens.of(manifest.fingerprint)
     ended = {"a turn": stops.turn, "a tool call": stops.tool_calls, "plain text": stops.text}
     tables = {
         "Lineage": {

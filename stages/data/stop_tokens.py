@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...schemas.cache import Stop, Stops
+from ...schemas.cache import StopToken, StopTokens
 from .chat_template import FOUND, MARK, SAID, USER, made_up_call
 
 if TYPE_CHECKING:
@@ -36,15 +36,15 @@ class Added:
         return Added(texts, frozenset(special))
 
 
-def find_stops(hf: Any, backend: Tokenizer, added: Added, chat: ChatTemplate | None) -> Stops:
+def find_stops(hf: Any, backend: Tokenizer, added: Added, chat: ChatTemplate | None) -> StopTokens:
     """The stop tokens, detected by rendering turns of an assistant.
 
     A template writes its stop at the end of a turn, or only at the head of the next one. Without
     either, the stop is the tokenizer's EOS.
     """
-    eos = Stop(hf.eos_token_id, hf.eos_token, "tokenizer")
+    eos = StopToken(hf.eos_token_id, hf.eos_token, "tokenizer")
     if chat is None:
-        return Stops(eos, None, None)
+        return StopTokens(eos, None, None)
 
     def written(*turns: Message, reply: Message) -> tuple[list[int], int | None]:
         """The added tokens that end the turns, and the special token that heads a reply to them."""
@@ -71,21 +71,21 @@ def find_stops(hf: Any, backend: Tokenizer, added: Added, chat: ChatTemplate | N
     run, head = written(USER, SAID, reply=USER)
     special = [token for token in run if token in added.special]
     token = next(iter(special or run), head)
-    turn = eos if token is None else Stop(token, added.texts[token], "template")
+    turn = eos if token is None else StopToken(token, added.texts[token], "template")
     # A tool call contains special tokens itself: the last one is its stop.
     for arguments in ({"query": MARK}, f'{{"query": "{MARK}"}}'):
         run, head = written(USER, made_up_call(arguments), reply=FOUND)
         special = [token for token in run if token in added.special]
         token = turn.token if turn.token in run else next(reversed(special), head)
         if token is not None:
-            return Stops(eos, turn, Stop(token, added.texts[token], "template"))
-    return Stops(eos, turn, turn)
+            return StopTokens(eos, turn, StopToken(token, added.texts[token], "template"))
+    return StopTokens(eos, turn, turn)
 
 
 class StopRule:
     """Ends every completion with exactly one stop token."""
 
-    def __init__(self, stops: Stops, added: Added) -> None:
+    def __init__(self, stops: StopTokens, added: Added) -> None:
         self._stops = stops
         self._added = added
 

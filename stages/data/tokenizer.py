@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer
 
-from ...schemas.cache import Stops
+from ...schemas.cache import StopTokens
 from ...schemas.data_options import TokenOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import TextRow
@@ -38,7 +38,7 @@ class TextTokenizer:
     hf: Any  # the transformers tokenizer
     bos: int | None
     adds_bos: bool  # whether a text without BOS gets one
-    stops: Stops
+    stops: StopTokens
     added: Added
     chat: ChatTemplate | None
     specials: tuple[str, ...]
@@ -123,7 +123,7 @@ def load_tokenizer(folder: str, options: TokenOptions) -> TextTokenizer:
         # Post-processors trim offsets and add special tokens: both hide the completion's start.
         backend.post_processor = None
         chat, added = _chat_template(hf, options, folder), Added.of(hf)
-        never = Stops(None, None, None)
+        never = StopTokens(None, None, None)
         return TextTokenizer(
             folder=folder,
             backend=backend,

@@ -8,7 +8,7 @@ from typing import Any
 
 import polars as pl
 
-from ...schemas.cache import Manifest, Stops
+from ...schemas.cache import Manifest, StopTokens
 from ...schemas.errors import counted
 from ...schemas.rows import Role
 from ..storage.cache import Cache
@@ -239,7 +239,7 @@ def render(summary: Mapping[str, Any]) -> str:
 
 
 def _cache_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    made, stops = summary["fingerprint"], Stops.of(summary["fingerprint"])
+    made, stops = summary["fingerprint"], StopTokens.of(summary["fingerprint"])
     how = [made[name] for name in ("model.dtype", "model.attention") if name in made]
     if "tokens.max_length" in made:
         how.append(f"max_length {made['tokens.max_length']}")

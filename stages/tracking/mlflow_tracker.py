@@ -286,14 +286,13 @@ class MlflowTracker(Tracker):
         by_context = {tag.value: one.dataset for one in inputs for tag in one.tags}
         data = by_context.get("evaluation") or by_context.get("training")
         of_data = (data.name, data.digest) if data else (None, None)
-        make = self._entities.Metric
-        return [
-            make(key, point.value, point.timestamp, step, model_id, *of_data, self._run_id)
-            for key in sorted(run.data.metrics)
-            if key.startswith(EVAL)
-            for point in self.client.get_metric_history(self._run_id, key)
-            if point.step == step
-        ]
+        make, found = self._entities.Metric, []
+        for key in sorted(name for name in run.data.metrics if name.startswith(EVAL)):
+            for point in self.client.get_metric_history(self._run_id, key):
+                if point.step == step:
+                    values = (key, point.value, point.timestamp, step, model_id)
+                    found.append(make(*values, *of_data, self._run_id))
+        return found
 
 
 def table_of(path: Path) -> dict[str, Any] | None:

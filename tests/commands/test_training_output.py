@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from align.pipeline.train.records import record_warnings
 from align.pipeline.train.run_report import write_report
-from align.schemas.cache import Stops
+from align.schemas.cache import StopTokens
 from align.schemas.rows import Role
 from align.stages.report.eval_table import read_answers, read_samples
 from align.stages.storage.cache import Cache
@@ -164,7 +164,7 @@ def likeliest(model, prompt, stops):
 def are_its_answers(run, cache, before, after):
     """Whether the run has written down what the two models answer."""
     manifest, rows = Cache(cache).manifest(), pq.read_table(cache / "data").to_pylist()
-    stops = Stops.of(manifest.fingerprint).tokens
+    stops = StopTokens.of(manifest.fingerprint).tokens
     prompts = {row["row_id"]: row["prompt_ids"] for row in rows}
     text = AutoTokenizer.from_pretrained(manifest.model).decode
     found = read_answers(RunFolder(run).answers)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from align.schemas.cache import Stops
+from align.schemas.cache import StopTokens
 from align.schemas.data_options import TokenOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import Role, TextRow
@@ -219,7 +219,7 @@ def call(arguments):
 
 def stops_of(folder, **options):
     """What a fingerprint says of the stops of a folder's tokenizer."""
-    return Stops.of(tokenizer_fingerprint(load_tokenizer(folder, TokenOptions(**options))))
+    return StopTokens.of(tokenizer_fingerprint(load_tokenizer(folder, TokenOptions(**options))))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -279,7 +279,7 @@ def test_nothing_is_added_or_taken_when_no_stop_is_wanted(families):
     assert text == "yes<|im_end|>\n"
     record = conversation(" yes", prompt="Is it?")
     assert texts_of(families["qwen base"], record, eos="never")[0][1] == " yes"
-    assert stops_of(families["gemma"], eos="never") == Stops(None, None, None)
+    assert stops_of(families["gemma"], eos="never") == StopTokens(None, None, None)
 
 
 def prefilled(prefill, *completions):
