@@ -192,7 +192,7 @@ def drawn_rows(megabytes, characters):
 
 
 def test_a_large_file_needs_no_more_memory_than_a_few_batches(tmp_path):
-    kinds, paths = {"jsonl": 1 << 19, "csv": 1 << 19, "parquet": 1000}, []
+    kinds, paths = {"jsonl": 1 << 19, "csv": 1 << 19, "parquet": 4000}, []
     for ending, characters in kinds.items():
         for megabytes in (2, MEGABYTES):  # the first pays for what is imported
             paths.append(tmp_path / f"{megabytes}.{ending}")
