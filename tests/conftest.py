@@ -40,6 +40,8 @@ settings.load_profile("align")
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     # As under nohup. A process that a test starts would inherit this; it inherits no handler.
     signal.signal(signal.SIGHUP, lambda *_: None)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so is a shell's job in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class ByLaunch(LoadFileScheduling):

@@ -234,7 +234,13 @@ def test_an_answer_without_text_is_whole_and_its_finish_is_kept():
 
 
 def test_no_more_requests_are_begun_than_may_be_in_flight_while_a_group_is_kept():
-    with chat_server(echo, delay=0.005) as stub:
+    three = threading.Barrier(3, timeout=PATIENCE)
+
+    def once_three_are_asked(asked):
+        three.wait()
+        return echo(asked)
+
+    with chat_server(once_three_are_asked) as stub:
         kept, most = 0, 0
         for group in sampler_of_stub(stub, concurrency=3).open(WARM).sample(wanted_of(TEXTS, 5)):
             most = max(most, len(stub.requests) - kept)
