@@ -28,6 +28,7 @@ from .distributed import run_on_all_ranks
 
 TAG = "state"
 CONFIG = "ds_config"
+MODULE = "module"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
@@ -73,7 +74,7 @@ def load(engine: Any, folder: Path, world: World) -> None:
             # Frozen parameters are not in the state.
             engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=is_whole)
             return
-        stored = model["module"]
+        stored = model[MODULE]
         if stage == 3:  # the optimizer's state has the weights
             stored = {name: stored[name] for name in model["buffer_names"]}
         engine.module.load_state_dict(stored, strict=False)
@@ -100,7 +101,7 @@ def _require_same_parameters(model: Mapping[str, Any], engine: Any) -> None:
         live = [(name, tuple(one.shape)) for name, one in named.items() if one.requires_grad]
         # The state also has buffers, and other names of tied weights.
         others = {*model["buffer_names"], *engine.module.state_dict()} - named.keys()
-        tensors = model["module"].items()
+        tensors = model[MODULE].items()
         stored = [(name, tuple(one.shape)) for name, one in tensors if name not in others]
     for here, there in zip_longest(live, stored):
         if here != there:
@@ -127,9 +128,16 @@ def _refusing(folder: Path) -> Iterator[None]:
 def _failing_late(engine: Any) -> Iterator[list[Path]]:
     """Delays a rank's write error until after the collective calls in which its peers wait."""
     write, written, failures = engine.checkpoint_engine.save, [], []
+    module = engine.module
+    weights = module.named_parameters(remove_duplicate=False)
+    saved = {name for name, one in weights if one.requires_grad}
+    saved |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
 
     def save_or_note(state_dict: Any, path: str) -> None:
         written.append(Path(path))
+        # DeepSpeed leaves out a frozen weight by its first name only, so a tied one stays.
+        for name in state_dict.get(MODULE, {}).keys() - saved:
+            del state_dict[MODULE][name]
         if CONFIG in state_dict:
             # DeepSpeed adds its configuration, which may contain secrets of other services.
             state_dict = {**state_dict, CONFIG: masked(state_dict[CONFIG])}

@@ -62,6 +62,22 @@ def test_a_state_of_more_or_fewer_parameters_is_refused_without_zero_too(
     run_of(one_rank, 0, frozen=frozen).engine.load_state(tmp_path)
 
 
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_state_has_no_frozen_weight_under_any_name(one_rank, tmp_path, stage, frozen):
+    """The embedding is also the head."""
+    run = run_of(one_rank, stage, frozen=frozen).steps(0, 1)
+    run.engine.save_state(tmp_path)
+    (path,) = (tmp_path / "state").glob("*model_states.pt")
+    embedding = set() if frozen else {"embed.weight", "head.weight"}
+    learned = {"hidden.weight", "hidden.bias", "head.bias", "scale", *embedding}
+    assert {*torch.load(path)["module"]} == {f"model.{name}" for name in learned}
+
+    resumed = run_of(one_rank, stage, frozen=frozen)
+    resumed.engine.load_state(tmp_path)
+    assert resumed.steps(1, 3).weights() == run.steps(1, 3).weights()
+
+
 def test_a_policy_with_nothing_to_learn_is_refused(one_rank):
     policy = TinyPolicy().requires_grad_(False)
     with refuses(UsageError, "lora.targets"):
