@@ -12,9 +12,9 @@ from support.trainings import KILLED, distances, refused, saved
 
 pytestmark = pytest.mark.numeric
 
-# Ten steps without dropout, whose masks each rank draws for its own rows.
-LONG = ("--max-steps", 10, "--set", "train.dropout=false", "--eval-every", 5)
-FAR = {"losses": NATS, "weights": apart(10 * 1e-3)}
+# Eight steps without dropout, whose masks each rank draws for its own rows.
+LONG = ("--max-steps", 8, "--set", "train.dropout=false", "--eval-every", 5)
+FAR = {"losses": NATS, "weights": apart(8 * 1e-3)}
 
 
 def part(course, run, *more, ranks, fault="", launcher=None):

@@ -90,7 +90,7 @@ def drawn(dtype=torch.float32):
 
 def some_trees():
     random = np.random.default_rng(0)
-    sizes = [(24, 12, 20), (9, 16, 16), (30, 4, 7)] * 8
+    sizes = [(24, 12, 20), (9, 16, 16), (30, 4, 7)] * 4
     draw = [[random.integers(0, 2000, size).astype(np.int32) for size in each] for each in sizes]
     return [Tree(parts[0], tuple(parts[1:])) for parts in draw]
 

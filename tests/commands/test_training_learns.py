@@ -13,23 +13,23 @@ from align.stages.methods.table import METHODS
 from support.refusals import refuses
 from support.training_world import job_of, learn, make_pairs, scored, trained
 
-# Three ways through some 240 pairs, 16 at a time; 60 are held out.
+# Three ways through some 160 pairs, 16 at a time; 40 are held out.
 LEARNING = {"epochs": 3, "batch_size": 16, "lr": 3e-3, "eval_fraction": 0.2}
 
 
 @pytest.fixture(scope="module")
-def three_hundred_pairs(tokenizer_folder, tmp_path_factory):
-    """Three hundred pairs, and a model that has seen a little of the language."""
+def two_hundred_pairs(tokenizer_folder, tmp_path_factory):
+    """Two hundred pairs, and a model that has seen a little of the language."""
     folder = tmp_path_factory.mktemp("learning")
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    make_pairs(folder, tokenizer, rows=300, pretrain_steps=15)
+    make_pairs(folder, tokenizer, rows=200, pretrain_steps=15)
     return scored(folder, "pairs", kl_pairs=1)
 
 
 @pytest.mark.numeric
-def test_methods_learn_to_separate_good_answers_from_bad(three_hundred_pairs, tmp_path):
+def test_methods_learn_to_separate_good_answers_from_bad(two_hundred_pairs, tmp_path):
     for method in ("kto", "orpo"):
-        job = job_of(three_hundred_pairs, method, output=str(tmp_path / method), **LEARNING)
+        job = job_of(two_hundred_pairs, method, output=str(tmp_path / method), **LEARNING)
         measured = trained(job).measured
         before, after = measured.before, measured.after
         assert after["eval/loss"] < 0.9 * before["eval/loss"]
