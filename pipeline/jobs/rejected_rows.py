@@ -31,15 +31,14 @@ class RejectedRows:
     def _faults(self) -> Counter[str]:
         return Counter({reason: rows for reason, rows in self.counts.items() if reason != TIE})
 
-    def require_few(self, first: Sequence[str], *, listed: str = "", hint: str = "") -> None:
+    def require_few(self, first: Sequence[str] = (), *, listed: str = "", hint: str = "") -> None:
         """Refuses more rejected rows than allowed; `listed` is the file that lists them."""
         if not self.exceed_limit:
             return
-        shown = "\n  ".join(first[:SHOWN])
+        shown = "\n  ".join([" The first ones:", *first[:SHOWN]]) + "\n" if first else " "
         where = f"They are listed in {listed} (at most 100,000). " if listed else ""
         raise BadDataError(
-            f"{self}. The first ones:\n  {shown}\n{where}Fix them, or allow more with "
-            f"--max-bad-frac.{hint}"
+            f"{self}.{shown}{where}Fix them, or allow more with --max-bad-frac.{hint}"
         )
 
     def __str__(self) -> str:

@@ -5,7 +5,9 @@ A name is a setting such as train.lr, or a section, which means all of its setti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import shlex
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any, get_args
 
@@ -230,6 +232,24 @@ def flag_of(name: str, command: str) -> str:
     if section == "method":
         return word_of(key) if is_among(name, COMMANDS.get(command, ("",))[0]) else ""
     return flags_of(command).get(name, "")
+
+
+def as_flags(settings: Mapping[str, Any], command: str, by_set: Collection[str] = ()) -> str:
+    """The words that give these settings to a command; settings given by --set need --set again."""
+    words = []
+    for name, value in settings.items():
+        flag = "" if name in by_set else flag_of(name, command)
+        text = str(value) if isinstance(value, str | float) else json.dumps(value)
+        if flag and isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        elif flag:
+            each = value if isinstance(value, list) else [text]
+            if isinstance(value, dict):
+                each = [f"{ours}={theirs}" for ours, theirs in value.items()]
+            words += [f"{flag} {shlex.quote(str(one))}" for one in each]
+        else:
+            words.append(f"--set {shlex.quote(f'{name}={text}')}")
+    return " ".join(words)
 
 
 def word_of(key: str) -> str:

@@ -21,7 +21,7 @@ from ...schemas.config import Config
 from ...schemas.errors import counted
 from ...schemas.row_table import Rows
 from ...schemas.rows import TIE, Rejected, Role, TextRow
-from ...stages.data.cells import Wrapping
+from ...stages.data.cells import Wrapping, template_unused
 from ...stages.data.columns import common_shape, not_read, require_scores
 from ...stages.data.encode import Encoder
 from ...stages.data.files import InputFile, inputs_of
@@ -34,6 +34,9 @@ from ...stages.report.cache_summary import class_weights, spread_of, weight_fact
 from ...stages.report.text_tables import facts, grid, heading, share, spreads, worded
 from ...stages.tracking.progress import Progress
 from ..jobs.rejected_rows import RejectedRows, first_rejected
+from ..options.settings import flatten
+from ..options.settings_table import as_flags, reads
+from .prepare import OF_TEXT, worth_noting
 
 SHOWN = 3  # rows of either kind
 
@@ -113,10 +116,6 @@ class Checked:
             else:
                 yield f"  dropped: {count:,} {reason}"
         yield from (f"    {line}" for line in first_rejected(self.rejected, names.__getitem__))
-        data = self.config.data
-        dropped = RejectedRows(self.reasons, self.rows_in, data.max_bad_frac)
-        if dropped.exceed_limit:
-            yield f"  too many rows cannot be used: {dropped}"
         repeated = counted(self.usable - len(self.seen), "rows")
         yield f"  {repeated} repeat another; {counted(len(self.prompts), 'different prompts')}"
 
@@ -134,20 +133,34 @@ class Checked:
         if weights := class_weights(counts):
             yield from facts(weight_facts(weights))
 
-        for note, count in sorted(self.notes.items()):
-            yield f"note: {counted(count, worded(note))}"
+        yield from (f"note: {note}" for note in self._notes())
+        if not self.dropped.exceed_limit:
+            yield f"next: align precompute-ref {' '.join(self._given())}"
+
+    def _notes(self) -> Iterator[str]:
+        texts = self.notes[OF_TEXT]
+        if texts and self.config.data.wrap == "auto" and self.tokenizer and self.tokenizer.chat:
+            yield template_unused(texts, "rows")
+        for note, count in sorted(worth_noting(self.notes).items()):
+            yield counted(count, worded(note))
         if self.shape.unread:
-            yield f"note: {not_read(self.shape.unread)}"
-        yield f"next: align precompute-ref {shlex.join(self._given())}"
+            yield not_read(self.shape.unread)
+
+    @property
+    def dropped(self) -> RejectedRows:
+        """The counts of dropped rows; `precompute-ref` refuses too many."""
+        return RejectedRows(self.reasons, self.rows_in, self.config.data.max_bad_frac)
 
     def _given(self) -> Iterator[str]:
-        """The arguments that read the same data again."""
-        data = self.config.data
-        yield from (*data.files, "--model", self.config.model.path or "DIR")
-        for ours, theirs in data.map.items():
-            yield from ("--map", f"{ours}={theirs}")
-        if data.split:
-            yield from ("--split", data.split)
+        """The arguments that read the same data in the same way."""
+        values, defaults = flatten(self.config), flatten(Config())
+        changed = {
+            name: value
+            for name, value in values.items()
+            if reads("check", name) and name != "data.files" and value != defaults[name]
+        }
+        yield shlex.join(self.config.data.files)
+        yield as_flags({"model.path": "DIR"} | changed, "precompute-ref")
 
 
 def check_data(config: Config, *, progress: Progress) -> Checked:

@@ -32,6 +32,7 @@ from ...stages.tracking.run import Run
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
 from ..jobs.object_inputs import with_local_inputs
 from ..jobs.rejected_rows import RejectedRows
+from ..options.settings_table import as_flags
 from ..parts import WHOLE, Part
 from ..ray_actors import run_on_ray
 from ..work import CommandResult, working
@@ -381,4 +382,7 @@ def _lines(
         usual = "orpo" if job.shape.declared.kind == "pair" else "sft"
         known = METHODS.get(method)
         method = method if known and "reference" not in known.needs else ""
-    return (*lines, f"next: align train --method {method or usual} --cache {job.cache}")
+    shown = {"train.method": method or usual, "train.cache": str(job.cache)}
+    if job.config.tokens.chat_template:  # training has to know it too
+        shown["tokens.chat_template"] = job.config.tokens.chat_template
+    return (*lines, f"next: align train {as_flags(shown, 'train')}")

@@ -7,7 +7,7 @@ same bytes from any process, and one record.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -51,7 +51,8 @@ RECORDS = Records(EncodedSlice, remedy=REMEDY)
 
 # With fewer bytes, starting processes costs more than it saves.
 SMALL_INPUT_BYTES = 8 * 1024 * 1024
-KINDS = ("rows_of_conversations", "rows_of_plain_text")
+OF_TEXT = "rows_of_plain_text"
+KINDS = {"rows_of_conversations", OF_TEXT}
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,7 @@ def encode(slices: Slices, options: Config, part: Part | None, *, progress: Prog
 def make_plan(job: CacheJob, encoded: Encoded, progress: Progress) -> Plan:
     """Writes the plan; refuses data that cannot be scored, before a model is loaded."""
     counts, options, pairs = encoded.counts, job.config, job.config.cache.kl_pairs
-    texts = counts.notes["rows_of_plain_text"]
+    texts = counts.notes[OF_TEXT]
     if texts and options.data.wrap == "auto" and job.tokenizer.chat:
         progress.log(f"note: {template_unused(texts, 'rows')}")
 
@@ -258,9 +259,6 @@ def make_plan(job: CacheJob, encoded: Encoded, progress: Progress) -> Plan:
             "Free some space, or choose another --output."
         )
 
-    notes = {name: count for name, count in sorted(counts.notes.items()) if count}
-    if not all(notes.get(kind) for kind in KINDS):  # only a mix of kinds is worth a note
-        notes = {name: count for name, count in notes.items() if name not in KINDS}
     drawn = tuple(distribution_of(file.path) for file in job.inputs)
     plan = Plan(
         format_version=FORMAT_VERSION,
@@ -277,12 +275,19 @@ def make_plan(job: CacheJob, encoded: Encoded, progress: Progress) -> Plan:
         shards=encoded.shards(options.cache.shards),
         rejected=tuple(counts.rejected),
         reasons=dict(sorted(counts.reasons.items())),
-        notes=notes,
+        notes=worth_noting(counts.notes),
         reuse=candidates(options.cache) if options.cache.scored else (),
         threads=usable_cores(),
         sampling=drawn if any(drawn) else (),
     )
     return job.cache.put_plan(plan)
+
+
+def worth_noting(notes: Mapping[str, int]) -> dict[str, int]:
+    """The counts by name; conversations and plain text are counted only if the data have both."""
+    found = {name: count for name, count in sorted(notes.items()) if count}
+    is_mixed = found.keys() >= KINDS
+    return {name: count for name, count in found.items() if is_mixed or name not in KINDS}
 
 
 def _absolute(path: str) -> str:

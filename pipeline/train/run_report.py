@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...schemas.cache import Manifest
+from ...schemas.config import Config
+from ...schemas.data_options import TokenOptions
 from ...schemas.errors import CorruptionError, StorageError, UsageError, counted, log_failure
 from ...schemas.safe_text import beginning
 from ...stages.methods.table import objective_of
@@ -31,7 +33,8 @@ from ...stages.storage.run.run_folder import RunFolder, read_ending
 from ...stages.tracking.metrics_log import EVAL
 from ...stages.tracking.run_texts import data_name, model_name
 from ..jobs.signals import RESUME
-from ..options.settings import read_yaml, without_secrets
+from ..options.settings import flatten, read_yaml, without_secrets
+from ..options.settings_table import as_flags
 from .run_history import History, Measured, curves, read_history
 
 if TYPE_CHECKING:
@@ -54,6 +57,7 @@ HOW = {
     "signal": "stopped by a signal",
     "failed": "failed",
 }
+PROMPT_SETTINGS = ("data.wrap", "tokens.bos", "tokens.date")
 MOST_NAMED = 20  # rows of a kind
 MOST_SHOWN = 4000  # characters of an answer
 
@@ -336,13 +340,15 @@ class Trained:
     is_old: bool = False  # whether it had ended before this command
     notes: tuple[str, ...] = ()  # on an early end, and on the step of the model
     warnings: Mapping[str, str] = field(default_factory=dict)
+    reading: Mapping[str, str] = field(default_factory=dict)  # from `reading_of`
 
     def text(self) -> str:
         """The metrics before and after, the warnings, and the paths of model and report."""
         already = " already: the run is finished, nothing was trained" if self.is_old else ""
         lines = [f"{self.folder.root}: {counted(self.steps, 'steps')} done{already}", *self.notes]
         if self.ending == "finished":
-            lines.append(f"model in {self.folder.model}")
+            adapter = f" (its adapter in {self.folder.model})" if self.folder.is_merged else ""
+            lines.append(f"model in {self.folder.loadable}{adapter}")
         else:
             lines.append(
                 "stopped by train.max_time; resume with the same command and --resume auto"
@@ -357,24 +363,36 @@ class Trained:
         config = whole / "config.json"
         if self.ending == "finished" and config.exists():  # otherwise it is only an adapter
             is_reward = "Classification" in str(read_json(config).get("architectures"))
-            command = (
-                "score data.parquet --reward-model" if is_reward else "sample prompts.jsonl --model"
-            )
-            lines.append(f"next: align {command} {whole}")
+            command, data, model = "sample", "prompts.jsonl", "model.path"
+            if is_reward:
+                command, data, model = "score", "data.parquet", "rewards.model"
+            words = as_flags({model: str(whole), **self.reading}, command)
+            lines.append(f"next: align {command} {data} {words}")
         return "\n".join(lines)
 
 
-def trained_before(folder: RunFolder, *, writes: bool) -> Trained:
+def reading_of(manifest: Manifest, tokens: TokenOptions) -> dict[str, str]:
+    """The settings, other than defaults, under which a model reads a prompt as in the cache."""
+    defaults = flatten(Config())
+    found = {name: manifest.fingerprint.get(name) for name in PROMPT_SETTINGS}
+    found["tokens.chat_template"] = tokens.chat_template
+    return {name: value for name, value in found.items() if value and value != defaults[name]}
+
+
+def trained_before(folder: RunFolder, reading: Mapping[str, str], *, writes: bool) -> Trained:
     """A run that had ended before; with `writes`, a missing report is written."""
     warnings: Mapping[str, str] = {}
     if writes and not folder.report.exists():
         with log_failure("No report"):
             warnings = write_report(folder.root)
-    return replace(outcome(folder, "finished", warnings), is_old=True)
+    return replace(outcome(folder, "finished", warnings, reading), is_old=True)
 
 
 def outcome(
-    folder: RunFolder, ending: RunStatus, warnings: Mapping[str, str] | None = None
+    folder: RunFolder,
+    ending: RunStatus,
+    warnings: Mapping[str, str] | None = None,
+    reading: Mapping[str, str] | None = None,
 ) -> Trained:
     """Reads the steps and metrics of a run; `warnings` come from its report."""
     known = read_ending(folder)
@@ -385,4 +403,6 @@ def outcome(
     else:
         logger.warning("%s is missing: the metrics are lost.", folder.metrics)
     notes = tuple(_notes_on(known))
-    return Trained(folder, ending, steps, measured, notes=notes, warnings=warnings or {})
+    return Trained(
+        folder, ending, steps, measured, notes=notes, warnings=warnings or {}, reading=reading or {}
+    )

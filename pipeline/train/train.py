@@ -63,9 +63,11 @@ def train_in(run: Run, progress: Progress) -> Trained:
     world = run.world
     with add_resume_hint(), naming_lost_peers(world), open_folder(run):
         if run.is_finished:
-            from .run_report import trained_before  # noqa: PLC0415 - it reads what a run wrote
+            # Imported late, because it reads what a run wrote.
+            from .run_report import reading_of, trained_before  # noqa: PLC0415
 
-            return trained_before(run.folder, writes=world.rank == 0)
+            reading = reading_of(run.manifest, run.config.tokens)
+            return trained_before(run.folder, reading, writes=world.rank == 0)
         if run.remote and world.rank == 0:
             progress.log(f"working in {run.folder.root}; uploaded to {run.remote.remote.url}")
         load(run, progress)
@@ -101,9 +103,10 @@ def train_in(run: Run, progress: Progress) -> Trained:
             warnings = records.report()
             if ending == "signal":
                 raise Interrupted(asked.signal_number or 15, at=stopped_at(run, state.step))
-            from .run_report import outcome  # noqa: PLC0415 - as above
+            from .run_report import outcome, reading_of  # noqa: PLC0415 - as above
 
-            return outcome(run.folder, ending, warnings)
+            reading = reading_of(run.manifest, run.config.tokens)
+            return outcome(run.folder, ending, warnings, reading)
 
 
 def learn(run: Run, state: State) -> tuple[State, RunStatus]:

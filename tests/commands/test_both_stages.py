@@ -9,6 +9,7 @@ from align.pipeline.train.both_stages import settings_of_both
 from align.stages.model.reference import HfReference
 from support import disk_faults
 from support.command import refusal, success
+from support.read_rows import write_rows
 from support.refusals import require_names
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -22,12 +23,14 @@ def test_one_command_makes_the_cache_and_trains(server, world, here, monkeypatch
     cache = ("--cache", "cache", "--max-length", 512, "--reference-dtype", "float32")
     policy = ("--method", "kto", "--beta", 0.3, "--output", "run", "--no-mlflow")
     short = ("--max-steps", 1, "--batch-size", 8, "--seed", 5)
-    words = ("run", world.data.paired, "--model", world.model, *cache, *policy, *short)
+    rows = [{"prompt": f"{n}?", "chosen": f"{n} it is", "rejected": f"no {n}"} for n in range(60)]
+    data, wrap = write_rows(here / "rows.jsonl", rows), ("--set", "data.wrap=chat")
+    words = ("run", data, "--model", world.model, *cache, *policy, *short, *wrap)
     first = server.fork(words, here, {"ALIGN_HOME": str(here / "home")}).answer()
     assert first.code == 0, first
     require_names(first.out, "60 rows", "1 step", "run/report.html")
     following = [line for line in first.out.splitlines() if line.startswith("next: ")]
-    assert following == ["next: align sample prompts.jsonl --model run/model"]
+    assert following == ["next: align sample prompts.jsonl --model run/model --set data.wrap=chat"]
     run = load_run("run")
     assert run.model
     assert run.settings["tokens.max_length"] == 512
@@ -66,6 +69,7 @@ def test_a_stopped_run_reports_what_is_kept_and_resumes(server, world, here):
 def test_both_stages_take_no_cache_of_the_settings_and_no_launcher(here, monkeypatch):
     (here / "rows.jsonl").write_text("")
     (here / "model").mkdir()
+    (here / "model" / "config.json").write_text("{}")
     words = ("run", "rows.jsonl", "--model", "model", "--method", "dpo")
     (here / "align.yaml").write_text("train:\n  cache: old\n")
     refusal(2, *words, names=("align.yaml", "train.cache", "old"))

@@ -8,7 +8,7 @@ import pytest
 
 from align.pipeline.precompute.check_data import check_data
 from align.schemas.data_options import DataOptions
-from align.schemas.errors import UsageError
+from align.schemas.errors import BadDataError, UsageError
 from align.schemas.rows import Role
 from align.stages.report.cache_summary import summarize
 from align.stages.storage.cache import Cache
@@ -59,12 +59,41 @@ def test_check_reports_what_the_cache_then_holds(conversations):
     text = "\n".join(map(str, checked.lines()))
     assert "(not learned: " in text
     assert "turns.jsonl row 7: empty_completion" in text
-    next_one = shlex.split(text.splitlines()[-1])
-    assert next_one[1:] == [
-        *("align", "precompute-ref", *conversations.data.files),
-        *("--model", conversations.model.path),
-    ]
+    assert "data.wrap" not in text
     assert not unfinished_work(folder)
+
+
+def test_the_command_that_follows_reads_the_data_in_the_same_way(conversations, tmp_path):
+    data = replace(conversations.data, map={"chosen": "good one"}, wrap="chat", carry=["weight"])
+    rows = [{"prompt": f"Q {n}", "good one": "yes", "rejected": "no", "weight": 1} for n in (1, 2)]
+    data = replace(data, files=[write_rows(tmp_path / "good ones.jsonl", rows)])
+    config = replace(conversations, data=data)
+    *_, last = check_data(config, progress=Silent()).lines()
+    _, *words = shlex.split(last)
+    assert words == [
+        *("align", "precompute-ref", *data.files, "--model", config.model.path),
+        *("--map", "chosen=good one", "--set", 'data.carry=["weight"]'),
+        *("--set", "data.wrap=chat", "--max-bad-frac", "0.5", "--max-length", "256"),
+    ]
+
+
+def test_check_names_the_template_that_plain_text_does_not_use(conversations, world):
+    model = replace(conversations.model, path=str(world.model))
+    files = [str(world.data.paired)]
+    for wrap, count in (("auto", 1), ("chat", 0), ("none", 0)):
+        config = replace(conversations, model=model, data=DataOptions(files=files, wrap=wrap))
+        lines = map(str, check_data(config, progress=Silent()).lines())
+        found = [line for line in lines if line.startswith("note: ")]
+        assert sum("data.wrap=chat" in line for line in found) == count
+        assert not any("plain text" in line for line in found[count:])
+
+
+def test_too_many_rejected_rows_suggest_no_command(conversations):
+    strict = replace(conversations, data=replace(conversations.data, max_bad_frac=0.2))
+    checked = check_data(strict, progress=Silent())
+    assert not any("precompute-ref" in str(line) for line in checked.lines())
+    with refuses(BadDataError, "2 of 9", "--max-bad-frac"):
+        checked.dropped.require_few()
 
 
 def test_without_a_model_the_shape_and_the_balance_are_told(conversations):

@@ -89,6 +89,16 @@ def test_warnings_are_found_with_the_page_and_printed_at_the_end(whole_run, tmp_
     assert outcome(RunFolder(run), "finished").warnings == {}  # no table is read a second time
 
 
+def test_a_run_with_a_merged_model_names_its_folder_first(tmp_path):
+    folder = RunFolder(tmp_path)
+    for model in (folder.model, folder.merged):
+        model.mkdir()
+    said = outcome(folder, "finished").text()
+    (line,) = (one for one in said.splitlines() if one.startswith("model in "))
+    assert line.split()[2] == str(folder.merged)
+    assert f"{folder.model})" in line
+
+
 def test_the_head_tells_a_run_from_others(whole_run, course, tmp_path):
     """The lines of a drawn run of 600 steps, 7 s each, are written in 70 min."""
     long = write_long_run(tmp_path / "run", steps=600, lr=2e-5, model="a/my-model/run").root

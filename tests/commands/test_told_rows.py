@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
@@ -176,6 +177,17 @@ def test_unwrapped_text_is_noted_where_there_is_a_template(over):
     assert said(over("chats", "qwen", CHATS))[1] == []
     with refuses(UsageError, "data.wrap", "chat template"):
         run(over("bare", "bare", TEXTS, wrap="chat"))
+
+
+def test_the_command_for_training_names_the_template_of_the_settings(over, tmp_path):
+    template = tmp_path / "own one.jinja"
+    template.write_text(CHATML)
+    config = over("own", "bare", CHATS)
+    tokens = replace(config.tokens, chat_template=str(template))
+    *_, last = run(replace(config, tokens=tokens)).text().splitlines()
+    words = shlex.split(last)
+    assert words[-2:] == ["--set", f"tokens.chat_template={template}"]
+    assert words[:3] == ["next:", "align", "train"]
 
 
 def test_wrapped_text_makes_the_rows_of_conversations(over):

@@ -71,7 +71,12 @@ class RunFolder:
     @property
     def loadable(self) -> Path:
         """The model to load: the merged one, if an adapter was merged."""
-        return self.merged if self.merged.exists() else self.model
+        return self.merged if self.is_merged else self.model
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether the adapter was also merged."""
+        return self.merged.exists()
 
     # Tables of evaluations and of training rows
 
