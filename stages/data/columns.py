@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -21,7 +22,17 @@ KNOWN = {"prompt", *OPTIONAL, *ALWAYS_CARRIED, *_ALIASES}.union(
 _PROMPT_LIKE = ("question", "instruction", "query", "input", "context")
 # Columns with a part of the prompt, by the column with the rest.
 _PARTS = {"instruction": ("input", "history"), "query": ("history",), "question": ("context",)}
+# Usual names of align's columns in files of no known shape.
+_USUAL = {
+    "prompt": _PROMPT_LIKE,
+    "completion": ("response", "answer", "output"),
+    "completions": ("responses", "answers", "outputs"),
+    "score": ("rating", "reward"),
+}
+# Columns that hold whole conversations, and the columns that would make them preferences.
+_UNJUDGED = {"messages": "label or rejected_response", "conversations": "label"}
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+_EVERY = KNOWN.union(*((*one.columns, *one.optional) for one in SHAPES))
 _LISTED = 8
 
 
@@ -92,7 +103,14 @@ def detect_shape(
 ) -> Shape:
     """The shape of these columns; `where` names the file in errors."""
     found = _renamed(columns, mapped, where)
-    return _shape(_only(_fitting(found), found, where), found, mapped, carry, where)
+    fitting = _fitting(found)
+    for ours, theirs in mapped.items() if not fitting else ():
+        if theirs and ours not in {*_EVERY, *carry}:
+            raise UsageError(
+                f"--map {ours}={theirs}: no shape of preference data has a column {ours!r}."
+                f"{did_you_mean(closest(ours, _EVERY))} Write OURS=YOURS."
+            )
+    return _shape(_only(fitting, found, where), found, mapped, carry, where)
 
 
 def _renamed(columns: Sequence[str], mapped: Mapping[str, str], where: str) -> dict[str, str]:
@@ -162,20 +180,37 @@ def _only(fitting: Sequence[DataShape], found: Mapping[str, str], where: str) ->
 
 
 def _no_shape(found: Mapping[str, str], where: str) -> UsageError:
+    for column, judged_by in _UNJUDGED.items():
+        if column in found and found.keys().isdisjoint(("prompt", "chosen", "rejected")):
+            return UsageError(
+                f"{where}: {found[column]} hold no preference: add {judged_by}, or name your "
+                "column, for example --map label=YOURS."
+            )
     ours = [one for one in SHAPES if one.name in OURS]
     known = "; ".join(f"{one.name}: {', '.join(one.columns)}" for one in ours)
     spare = [column for name, column in found.items() if name not in KNOWN]
-    wanted = dict.fromkeys(name for one in ours for name in one.columns if name not in found)
-    near = {name: closest(name, spare) for name in wanted}
-    nearest = max(
-        ours, key=lambda one: sum(bool(near.get(n, True)) for n in one.columns) / len(one.columns)
-    )
-    missing = [name for name in nearest.columns if name not in found]
+
+    def named(one: DataShape) -> dict[str, str]:
+        """The user's columns for those that the shape lacks; YOURS if no name is near."""
+        theirs: dict[str, str] = {}
+        for name in one.columns:
+            if name not in found:
+                free = [column for column in spare if column not in theirs.values()]
+                usual = [column for column in _USUAL.get(name, ()) if column in free]
+                theirs[name] = next(iter(usual or closest(name, free)), "YOURS")
+        return theirs
+
+    def nearness(one: DataShape) -> tuple[int, bool]:
+        """The number of columns that are there or guessed; whether there are enough others."""
+        lacking = named(one)
+        unknown = [*lacking.values()].count("YOURS")
+        return len(one.columns) - unknown, len(lacking) <= len(spare)
+
+    best = named(max(ours, key=nearness))
+    flags = [f"--map {shlex.quote(f'{name}={theirs}')}" for name, theirs in best.items()]
     return UsageError(
         f"{where} has the columns {_quoted(found.values())}, which fit no shape of preference data "
-        f"({known}; and those of docs/data.md). Name yours for {' and '.join(missing)}, "
-        f"for example --map {missing[0]}=YOURS."
-        f"{did_you_mean(dict.fromkeys(one for name in missing for one in near[name]))}"
+        f"({known}; and those of docs/data.md). Name yours: {' '.join(flags)}."
     )
 
 

@@ -230,7 +230,7 @@ def test_a_column_is_read_under_the_users_name_or_left_out():
 @pytest.mark.parametrize(
     ("columns", "mapped", "carry", "names"),
     [
-        ("question chosen reject", {}, (), "'question', 'chosen', 'reject'.*rejected=.*'reject'"),
+        ("question chosen reject", {}, (), "'question', 'chosen', 'reject'.*rejected=reject"),
         ("question chosen rejected", {}, (), "'question'.*prompt=question"),
         ("chosen rejected role", {}, ("role",), "'role'"),
         ("prompt chosen rejected completions scores", {}, (), "paired .*scored "),

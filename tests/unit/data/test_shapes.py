@@ -251,7 +251,9 @@ FILES = [
         names=["scores"],
     ),
     refused("trl language modeling", {"text": f"{ASKED} {GOOD}"}),
-    refused("messages alone", {"messages": [HI, YES]}),
+    refused(
+        "messages alone", {"messages": [HI, YES]}, names=["messages", "label", "rejected_response"]
+    ),
     # Pairs with a prompt of text beside whole conversations
     taken(
         "tulu preference mixture",
@@ -501,7 +503,26 @@ FILES = [
         to={"prompt": "question", "completions": "responses", "scores": "ratings"},
         wanted=[scored(ASKED, (GOOD, 5.0), (BAD, 2.0))],
     ),
-    refused("a typo", {"prompt": ASKED, "chosn": GOOD, "reject": BAD}),
+    refused(
+        "a typo",
+        {"prompt": ASKED, "chosn": GOOD, "reject": BAD},
+        names=["--map chosen=chosn --map rejected=reject"],
+    ),
+    refused(
+        "other names of a pair",
+        {"question": ASKED, "good": GOOD, "bad": BAD},
+        names=["--map prompt=question --map chosen=YOURS --map rejected=YOURS"],
+    ),
+    refused(
+        "other names of a completion and its label",
+        {"prompt": ASKED, "response": GOOD, "thumbs": "up"},
+        names=["--map completion=response --map label=YOURS"],
+    ),
+    refused(
+        "other names of a scored completion",
+        {"question": ASKED, "response": GOOD, "rating": 4},
+        names=["--map prompt=question --map completion=response --map score=rating"],
+    ),
     refused(
         "columns that say something about others",
         {"prompt": ASKED, "response": GOOD, "label_type": 1, "chosen_index": 0, "is_train": True}
