@@ -190,8 +190,10 @@ def check(context: typer.Context, data: Data = None) -> None:
     from ..precompute.check_data import check_data
 
     local = with_local_inputs(settings_of(context, data=data).config)
-    for line in check_data(local, progress=begin_work()).lines():
+    checked = check_data(local, progress=begin_work())
+    for line in checked.lines():
         echo_row(line)
+    checked.dropped.require_few()
 
 
 @command("Data and cache", "align verify align-cache --rescore 64")
@@ -315,12 +317,12 @@ def run(context: typer.Context, data: Data = None, quiet: Quiet = False) -> None
 
     The cache stays: the next run on the same data reuses it.
     """
-    from ..options.first_checks import asked_objective, require_folder, require_inputs
+    from ..options.first_checks import asked_objective, require_inputs, require_model
 
     given = settings_of(context, data=data)
     asked_objective(given.config)
     require_inputs(given.config)
-    require_folder(given.config.train.model, "Pass the policy with --policy DIR.")
+    require_model(given.config.train.model, "Pass the policy with --policy DIR.")
     from ..precompute.precompute import make_cache
     from ..train.both_stages import settings_of_both, train_on_cache
 

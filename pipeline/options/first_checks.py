@@ -8,6 +8,7 @@ from ...schemas.config import Config
 from ...schemas.errors import UsageError
 from ...stages.methods.objective import Objective
 from ...stages.methods.table import objective_of
+from ...stages.model.model_folder import CONFIG, require_folder
 from ...stages.storage.cache import Cache
 from ...stages.storage.locations import is_remote
 
@@ -28,7 +29,7 @@ def require_training(config: Config) -> None:
     cache = config.train.cache or config.cache.output
     if not is_remote(cache) and not (Path(cache) / "manifest.json").exists():
         Cache(Path(cache)).manifest()  # raises if there is none
-    require_folder(config.train.model, "Pass the policy with --model DIR.")
+    require_model(config.train.model, "Pass the policy with --model DIR.")
 
 
 def require_inputs(config: Config) -> None:
@@ -42,10 +43,10 @@ def require_inputs(config: Config) -> None:
         if not is_remote(name) and not Path(name).exists():
             raise UsageError(f"{name}: no such file or folder. Check the path.")
     if config.data.files:
-        require_folder(config.model.path, "Pass --model DIR, or set ALIGN_MODEL.")
+        require_model(config.model.path, "Pass --model DIR, or set ALIGN_MODEL.")
 
 
-def require_folder(model: str, advice: str) -> None:
-    """Refuses a model whose folder is missing."""
-    if model and not is_remote(model) and not Path(model).is_dir():
-        raise UsageError(f"{model}: no such model folder. {advice}")
+def require_model(model: str, advice: str) -> None:
+    """Refuses a model whose folder is missing or has no config.json."""
+    if model and not is_remote(model):
+        require_folder(model, advice, having=(CONFIG,))

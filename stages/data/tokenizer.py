@@ -18,7 +18,7 @@ from ...schemas.data_options import TokenOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import TextRow
 from ..model.library_errors import as_usage_error
-from ..model.model_folder import CONFIG
+from ..model.model_folder import CONFIG, require_folder
 from .cells import Wrapping
 from .chat_template import SAID, USER, ChatTemplate, dated
 from .stop_tokens import Added, find_stops
@@ -87,11 +87,8 @@ class TextTokenizer:
 
 def load_tokenizer(folder: str, options: TokenOptions) -> TextTokenizer:
     """The tokenizer in `folder`; it must be a fast one."""
-    if not Path(folder).is_dir():
-        raise UsageError(
-            f"{folder}: no such model folder. Pass --model DIR, set ALIGN_MODEL, "
-            "or set model.path in align.yaml."
-        )
+    advice = "Pass --model DIR, set ALIGN_MODEL, or set model.path in align.yaml."
+    require_folder(folder, advice, having=(CONFIG, "tokenizer.json", "tokenizer_config.json"))
     files = f"{folder}: its {CONFIG} and tokenizer.json cannot be loaded"
     again = "Save the model's tokenizer beside its weights again."
     with collector_paused(), as_usage_error(files, again):

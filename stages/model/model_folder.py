@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,7 @@ VOLATILE_ADAPTER = frozenset(
 # A head that equals the input embedding may be stored or left out: the model is the same.
 HEAD_NAMES = frozenset({"lm_head.weight", "embed_out.weight"})
 CONFIG = "config.json"
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # owner/name
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 READ_BYTES = 8 << 20
 _AGAIN = "Do not change the folder while a run reads it, then run the same command again."
@@ -107,13 +109,20 @@ def stored_dtype(folder: str) -> str:
 
 def model_config(folder: str) -> dict[str, Any]:
     """The config.json of a model folder."""
+    require_folder(folder, "Name a folder with config.json and safetensors weights.")
+    return read_json(Path(folder) / CONFIG)
+
+
+def require_folder(folder: str, advice: str, *, having: Sequence[str] = ()) -> None:
+    """Refuses a missing folder of a model, and one that has none of these files."""
     root = Path(folder)
     if not root.is_dir():
-        raise UsageError(
-            f"{folder}: there is no such model folder. Set model.path to a folder with "
-            "config.json and safetensors weights."
-        )
-    return read_json(root / CONFIG)
+        hub = ""
+        if _HUB_NAME.fullmatch(folder) and not root.parent.exists():
+            hub = f"`hf download {folder} --local-dir DIR` gets it from the Hugging Face Hub. "
+        raise UsageError(f"{folder}: no such model folder. {hub}{advice}")
+    if having and not any((root / name).is_file() for name in having):
+        raise UsageError(f"{folder} is no model folder: it has no {having[0]}. {advice}")
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -48,6 +48,11 @@ class Cache:
 
     def manifest(self) -> Manifest:
         """The manifest of a finished cache."""
+        if not self.root.exists():
+            raise UsageError(
+                f"{self}: no such cache folder. Check the path, or make the cache with "
+                "`align precompute-ref`."
+            )
         if not self.manifest_file.exists():
             raise UsageError(
                 f"{self} is not a finished cache: it has no manifest.json. "
