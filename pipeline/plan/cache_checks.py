@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from ...schemas.train_options import TrainOptions
 from ...stages.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from ...stages.feed.select import ReadSpec, ScoreRules
 from ...stages.feed.train_source import TrainSource
+from ...stages.model.model_folder import config_digest
 from ...stages.storage.cache import Cache
 from ..options.settings import Settings, flatten
 
@@ -125,6 +127,34 @@ def require_same_text(
 
     `given` has the settings that the user set; all others are the cache's.
     """
+    if found := _other_text(manifest, policy, tokens, given):
+        raise FingerprintError(
+            f"The cache does not fit {policy} and these settings:{_lines(found)}\n"
+            "Make another cache with them, or undo the change."
+        )
+
+
+def misfit_note(settings: Settings, manifest: Manifest, policy: str) -> str:
+    """One line if training would refuse the cache for this policy; its weights are not read."""
+    train, tokens = settings.config.train, settings.config.tokens
+    found: dict[str, str] = {}
+    with suppress(UsageError):  # a plan needs no tokenizer
+        found = _other_text(manifest, policy, tokens, {})
+    if not train.other_reference:
+        identity = {"model.config": config_digest(policy), "model.adapter": "none"}
+        found |= _other_than_reference(manifest, identity)
+    if not found:
+        return ""
+    return (
+        f"note: `align train` refuses this cache, made with {manifest.model}, for {policy}, which "
+        f"differs in {', '.join(found)}."
+    )
+
+
+def _other_text(
+    manifest: Manifest, policy: str, tokens: TokenOptions, given: Mapping[str, str]
+) -> dict[str, str]:
+    """The fields for which the policy or the given settings differ from the cache's text."""
     stored = manifest.fingerprint
     options = TokenOptions(
         bos=stored["tokens.bos"],  # type: ignore[arg-type]
@@ -134,11 +164,7 @@ def require_same_text(
     )
     wanted = {**stored, **tokenizer_fingerprint(load_tokenizer(policy, options))}
     wanted |= {name: value for name, value in given.items() if name in stored}
-    if found := differences(stored, wanted):
-        raise FingerprintError(
-            f"The cache does not fit {policy} and these settings:{_lines(found)}\n"
-            "Make another cache with them, or undo the change."
-        )
+    return differences(stored, wanted)
 
 
 def named_elsewhere(settings: Settings, manifest: Manifest) -> ModelOptions | None:

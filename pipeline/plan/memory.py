@@ -6,10 +6,8 @@ numbers of a training.
 
 from __future__ import annotations
 
-import json
 import logging
-import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -35,7 +33,7 @@ from ...stages.model.micro_batch import Kept, UntracedError, head_bytes, kept, u
 from ...stages.model.model_folder import model_config
 from ...stages.model.policy import prepare_for_training
 from ..options.settings import changed, flatten
-from ..options.settings_table import flag_of
+from ..options.settings_table import as_flags
 from .setting_checks import bytes_of
 from .workload import RowShape, Workload, feed_settings, planned_tokens, workload_of
 
@@ -474,20 +472,9 @@ def decided(train: TrainOptions) -> Changes:
     return {RECOMPUTE: train.recomputes, INPUTS: train.offloads_inputs}
 
 
-def flags_of(changes: Changes, given_by_set: Collection[str] = ()) -> str:
-    """The flags of `align train` for these changes; settings given by --set need --set again."""
-    words = []
-    for name, value in changes.items():
-        flag = "" if name in given_by_set else flag_of(name, "train")
-        text = str(value) if isinstance(value, str | float) else json.dumps(value)
-        if flag and isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag[2:]}")
-        elif flag:
-            each = value if isinstance(value, list) else [text]
-            words += [f"{flag} {shlex.quote(str(one))}" for one in each]
-        else:
-            words.append(f"--set {shlex.quote(f'{name}={text}')}")
-    return " ".join(words)
+def flags_of(changes: Changes) -> str:
+    """The flags of `align train` for these changes."""
+    return as_flags(changes, "train")
 
 
 def amount(size: float) -> str:

@@ -17,7 +17,8 @@ from ...stages.report.text_tables import facts as named
 from ...stages.report.text_tables import grid, heading
 from ..options.first_checks import asked_objective
 from ..options.settings import BY_HAND, Settings, flatten, without_secrets
-from ..options.settings_table import reads
+from ..options.settings_table import as_flags, reads
+from .cache_checks import misfit_note
 from .memory import (
     INPUTS,
     RECOMPUTE,
@@ -59,6 +60,7 @@ class RunPlan:
     facts: PlanFacts
     rows: PlannedRows
     choice: Choice
+    misfit: str = ""  # the reason for which training would refuse the cache
 
     @property
     def own(self) -> Planned:
@@ -99,7 +101,10 @@ def plan_run(
         budget=Budget.of(config.train, gpu_bytes or (0 if is_for_gpu else device_bytes(device))),
         host=0 if is_for_gpu else host_bytes() // ranks,
     )
-    return RunPlan(settings, facts, rows, chosen(config, facts))
+    misfit = ""
+    if rows.manifest and config.train.model:
+        misfit = misfit_note(settings, rows.manifest, rows.policy.path)
+    return RunPlan(settings, facts, rows, chosen(config, facts), misfit)
 
 
 def plan_text(plan: RunPlan) -> str:
@@ -107,7 +112,7 @@ def plan_text(plan: RunPlan) -> str:
     choice, best = plan.choice, plan.best
     device = "one GPU" if plan.facts.device == "cuda" else "each process"
     blocks = [
-        [*_verdict(plan)],
+        [*_verdict(plan), *filter(None, [plan.misfit])],
         wrap(learning_rate_note(best.config.train, best.config.lora), WIDTH),
         [heading("Training")[:WIDTH], *named([*_work(plan)])],
         [heading(f"Memory of {device} at its peak, in GiB")[:WIDTH], *_components(plan)],
@@ -143,14 +148,18 @@ def _work(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield "policy", rows.policy.path
     yield "", f"{parameters_text(elements)}, {facts.dtype}"
     yield "rows", f"{work.rows:,} to learn from, {work.held_out:,} held out"
+    if not rows.manifest:
+        prompt, completion = work.row.prompt, work.row.completions[0]
+        yield "", f"assumed: {prompt:,} tokens in a prompt, {completion:,} in a completion"
     yield "steps", steps_text(work)
     yield "tokens", tokens_text(work)
-    yield "micro-batch", micro_batches_text(work)
+    yield "a step", micro_batches_text(work)
     yield "stage 1", f"{rows.own_tokens:,} tokens of prompts and completions"
     if rows.mismatched_tokens:
         share = rows.mismatched_tokens / (rows.own_tokens + rows.mismatched_tokens)
         yield "KL completions", f"{rows.mismatched_tokens:,} more ({share:.0%}), read only by KTO"
-        yield "", "without them: align precompute-ref … --kl-pairs 0"
+        if "mismatched" not in facts.objective.needs:
+            yield "", "without them: align precompute-ref … --kl-pairs 0"
 
 
 def _components(plan: RunPlan) -> list[str]:
@@ -207,8 +216,8 @@ def command(plan: RunPlan) -> str:
         if origin in BY_HAND and origin != "ALIGN_MODEL" and reads("train", name)
     }
     by_set = {name for name, origin in origins.items() if origin == "--set"}
-    flags = flags_of(given | plan.best.changes, by_set)
-    cache = "--cache CACHE " if plan.rows.is_given else ""
+    flags = as_flags(given | plan.best.changes, "train", by_set)
+    cache = "" if plan.rows.manifest else "--cache CACHE "
     ranks = plan.facts.ranks
     program = f"torchrun --nproc-per-node {ranks} -m align" if ranks > 1 else "align"
     return f"{program} train {cache}{flags}"

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...schemas.batches import World
+from ...schemas.cache import Manifest
 from ...schemas.config import Config, ModelOptions
 from ...schemas.errors import UsageError, counted
 from ...schemas.rows import Tree
@@ -114,8 +115,11 @@ def workload_of(
     table: RowTable, settings: FeedSettings, train: TrainOptions, *, rows: int, held_out: int
 ) -> Workload:
     """The work of a training on `rows` rows; the table has all of them, or the first ones."""
-    steps = steps_in(settings.epochs, num_steps(rows, settings.batch_size))
-    steps = min(steps, train.max_steps) if train.max_steps else steps
+    epochs, per_epoch = settings.epochs, num_steps(rows, settings.batch_size)
+    steps = steps_in(epochs, per_epoch)
+    if 0 < train.max_steps < steps:
+        steps = train.max_steps
+        epochs = float(f"{steps / per_epoch:.3g}")
     one_pass = training_pass(table, settings, epoch=0)
     sampled = min(one_pass.num_steps, SAMPLED_STEPS)
     learned = mismatched = seen = turns = largest = 0
@@ -141,7 +145,7 @@ def workload_of(
     return Workload(
         rows=rows,
         held_out=held_out,
-        epochs=settings.epochs,
+        epochs=epochs,
         steps=steps,
         batch_size=settings.batch_size,
         learned_tokens=round(learned * share),
@@ -172,7 +176,7 @@ class PlannedRows:
     policy: ModelOptions
     own_tokens: int  # of prompts and completions
     mismatched_tokens: int  # of KL completions
-    is_given: bool = False  # by their number, because they do not exist yet
+    manifest: Manifest | None = None  # of the cache; None: the rows do not exist yet
 
 
 def planned_rows(config: Config, objective: Objective, given: GivenRows | None) -> PlannedRows:
@@ -182,6 +186,11 @@ def planned_rows(config: Config, objective: Objective, given: GivenRows | None) 
     if given:
         return _given_rows(config, objective, given)
     cache = cache_at(config.train.cache or config.cache.output)
+    if not cache.manifest_file.exists():
+        raise UsageError(
+            f"{cache} is no finished cache. Name one with --cache, or plan without one: --rows N "
+            "takes N pairs."
+        )
     manifest = cache.manifest()
     path = local_model(config.train.model or manifest.model)
     read_spec = read_spec_of(objective, config.train, path)
@@ -196,6 +205,7 @@ def planned_rows(config: Config, objective: Objective, given: GivenRows | None) 
         policy=replace(config.model, path=path, adapter="", device_map=""),
         own_tokens=prompts + completions,
         mismatched_tokens=source.num_partners * completions,
+        manifest=manifest,
     )
 
 
@@ -215,7 +225,6 @@ def _given_rows(config: Config, objective: Objective, rows: GivenRows) -> Planne
         # Stage 1 stores both completions for any method.
         own_tokens=rows.count * (rows.prompt + 2 * rows.completion),
         mismatched_tokens=rows.count * 2 * rows.completion * config.cache.kl_pairs,
-        is_given=True,
     )
 
 
@@ -267,7 +276,8 @@ def short_plan(
     sizes = f"{gib(engine.weights)} GiB of weights, {gib(engine.gradients)} of gradients and "
     name = str(dtype).removeprefix("torch.")
     return [
-        f"plan: {steps_text(work)}, {tokens_text(work)} tokens; {micro_batches_text(work)}",
+        f"plan: {steps_text(work)}, {tokens_text(work)} tokens; "
+        f"a step is {micro_batches_text(work)}",
         f"plan: {parameters_text(elements)}, {name}, zero{stage_of(engine_config)}, "
         f"{counted(ranks, 'ranks')}; each holds {sizes}{gib(engine.optimizer)} of the optimizer, "
         "beside activations",
@@ -296,7 +306,10 @@ def tokens_text(work: Workload) -> str:
 
 def micro_batches_text(work: Workload) -> str:
     """The micro-batches of a step."""
-    return f"{work.micro_batches:,} in a step of each rank, at most {work.micro_tokens:,} tokens"
+    count = "one micro-batch"
+    if work.micro_batches > 1:
+        count = f"{work.micro_batches:,} micro-batches"
+    return f"{count} on each rank, of at most {work.micro_tokens:,} tokens"
 
 
 def gib(size: float) -> str:

@@ -1,8 +1,10 @@
 """What `auto` chooses for a budget of memory: beside all combinations, and in trainings."""
 
 import gc
+import json
 import math
 import shlex
+import shutil
 from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,7 +28,7 @@ from align.pipeline.plan.memory import (
     flags_of,
     planned,
 )
-from align.pipeline.plan.run_plan import plan_run
+from align.pipeline.plan.run_plan import plan_run, plan_text
 from align.pipeline.plan.setting_checks import learning_rate_note
 from align.pipeline.plan.workload import GivenRows
 from align.pipeline.train.load import with_auto_decided
@@ -171,6 +173,36 @@ def test_the_command_at_the_end_of_a_plan_fits(tmp_path):
     assert again.out.startswith("Fits"), (first, again)
     lines = [one for one in first.out.splitlines() if str(tmp_path) not in one]
     assert max(map(len, lines)) <= 100
+    assert any(" 300 " in one and " 1,500 " in one for one in lines)
+
+
+@pytest.mark.parametrize(
+    ("file", "field"),
+    [("config.json", "model.config"), ("tokenizer.json", "tokenizer.vocabulary")],
+)
+def test_a_plan_names_why_training_would_refuse_the_cache(training_world, tmp_path, file, field):
+    other = shutil.copytree(training_world.model, tmp_path / "other")
+    content = json.loads((other / file).read_text())
+    if file == "config.json":
+        content["rms_norm_eps"] = 0.5
+    else:
+        content["model"]["merges"].pop()
+    (other / file).write_text(json.dumps(content))
+    given = {"train.cache": str(training_world.pairs), "train.method": "dpo"}
+    for model, is_noted in ((training_world.model, False), (other, True)):
+        with_model = given | {"train.model": str(model)}
+        plan = plan_run(load_settings(with_model, {}, file=None, command="plan"))
+        found = [one for one in plan_text(plan).splitlines() if str(other) in one and field in one]
+        assert len(found) == is_noted
+
+
+@pytest.mark.parametrize(("method", "is_advised"), [("dpo", True), ("kto", False)])
+def test_a_plan_advises_against_kl_completions_unless_the_method_needs_them(
+    training_world, method, is_advised
+):
+    given = {"train.cache": str(training_world.pairs), "train.method": method}
+    plan = plan_run(load_settings(given, {}, file=None, command="plan"))
+    assert ("--kl-pairs 0" in plan_text(plan)) == is_advised
 
 
 def facts_on(job):

@@ -141,6 +141,8 @@ def test_steps_and_tokens_of_a_part_of_an_epoch():
     assert (more.steps, more.learned_tokens) == (5, 130 * 50)
     half = worked("dpo", TrainOptions(batch_size=30, epochs=0.5), World(0, 2, 0), 100, levels=0)
     assert (half.steps, half.learned_tokens) == (2, 60 * 50)
+    cut = TrainOptions(batch_size=30, epochs=2, max_steps=1)
+    assert worked("dpo", cut, World(0, 2, 0), 100, levels=0).epochs == 0.25
 
 
 # Eight layers of twice the width, a quarter of them and half the vocabulary: each row of the sum

@@ -21,11 +21,15 @@ TABLE = {
         "unscored.jsonl --model model": "2 unscored.jsonl --map scores= score",
         "pair.jsonl --model model --map prompt=promtp": "2 promtp 'prompt' --map",
         "pair.jsonl --model model --map prompt": "2 --map prompt:",
+        "pair.jsonl --model model --map chosn=chosen": "2 'chosn' 'chosen' --map",
         "nope.parquet --model model": "2 nope.parquet",
         "cut.parquet --model model": "2 cut.parquet",
         "broken.parquet --model model": "3 broken.parquet",
         "pairs.parquet --model bare": "2 bare model.safetensors",
-        "pairs.parquet --model no-config": "2 no-config/config.json",
+        "pairs.parquet --model no-config": "2 no-config config.json",
+        "pairs.parquet --model HuggingFaceTB/SmolLM2-135M-Instruct": (
+            "2 download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir --model"
+        ),
         "chats.parquet --model no-template": "2 no-template tokens.chat_template",
         "pairs.parquet --model wordless": "2 wordless tokenizer",
         "pairs.parquet --model /nowhere": "2 /nowhere model",
@@ -37,7 +41,18 @@ TABLE = {
         "pairs.parquet --model model --executor ray --part 1/2": "2 --executor",
         "pairs.parquet --model model --set scoring.ray_workers=some": "2 scoring.ray_workers some",
     },
-    "run rows.jsonl --model empty": {
+    "check": {
+        "cells.jsonl": "3 --max-bad-frac 3",
+        "cells.jsonl --model model": "3 --max-bad-frac 3",
+        "pair.jsonl --model empty": "2 empty config.json",
+        "pair.jsonl --model owner/name": "2 download owner/name --local-dir --model",
+        "pair.jsonl --model photos/name": "2 photos/name --model",
+    },
+    "plan --method dpo": {
+        "": "2 align-cache --cache --rows",
+        "--cache half": "2 half --rows",
+    },
+    "run rows.jsonl --model plain": {
         "": "2 --method",
         "--method dp": "2 'dp' 'dpo'",
         "--method kto --beta -1": "2 method.beta -1",
@@ -72,7 +87,8 @@ TABLE = {
         "--method kto --beta 0.1 --desirable-weight auto --cache nowhere": (
             "2 nowhere precompute-ref"
         ),
-        "--cache half": "2 half precompute-ref",
+        "--cache half": "2 half manifest.json precompute-ref",
+        "--cache chat-cach": "2 chat-cach precompute-ref",
         "--model /nowhere": "2 /nowhere",
         "--model bare": "2 bare model.safetensors",
         # Their ds.json is another one than that of the folder where the command is given.
@@ -220,9 +236,11 @@ def desk(course, world, reward_model, tmp_path_factory):
         "unscored.jsonl": lines(
             *({"prompt": f"Why {n}?", "completions": [" so", " no"]} for n in range(3))
         ),
+        "cells.jsonl": lines(*({"prompt": n, "chosen": None, "rejected": "no"} for n in "abc")),
         "notes": "",
         "photos/me.jpg": "",
         "empty/.kept": "",
+        "plain/config.json": "{}",
         "own.jinja": "{{ messages }}",
         "ds.json": "{}",
         "torn/ds.json": "{",
