@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,10 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE", "SLURM_STEP_ID")
 SECONDS_PER_LOOK = 1.0
 RESUME = "Continue with the same command and --resume auto"
+STOPPING = (
+    "signal %d: the run finishes this step, saves a checkpoint and stops. A second one ends it at "
+    "once and loses the steps since the last checkpoint."
+)
 
 
 @contextmanager
@@ -64,13 +68,19 @@ class StopRequest:
 
 
 @contextmanager
-def asked_to_stop() -> Iterator[StopRequest]:
-    """Records signals instead of acting on them while the block runs."""
+def asked_to_stop(say: Callable[[str], None] = lambda line: None) -> Iterator[StopRequest]:
+    """Records signals instead of acting on them while the block runs.
+
+    A handler calls `say` with what the first one does, because a step may take minutes.
+    """
     asked = StopRequest()
 
     def note(number: int, _: Any) -> None:
+        is_first = not asked()  # a launcher may send another one after the terminal's
         asked.signal_number = number
         signal.signal(number, signal.SIG_DFL)
+        if is_first:
+            say(STOPPING % number)
 
     # Only a main thread can handle signals, not for example a Ray worker's thread.
     is_main = threading.current_thread() is threading.main_thread()

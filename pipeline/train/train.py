@@ -81,7 +81,8 @@ def train_in(run: Run, progress: Progress) -> Trained:
             else:
                 state = State()
                 require_cached_logps(run)
-            with asked_to_stop() as asked:
+            said_by = progress if world.rank == 0 else Progress()
+            with asked_to_stop(said_by.log_in_handler) as asked:
                 deadline = run.began + run.max_seconds
                 run.stop = StopConditions(asked, deadline, 60 * run.config.train.save_minutes)
                 records.begin(state)

@@ -41,6 +41,15 @@ class Progress:
                 self._stream.write(text + "\n")
                 self._stream.flush()
 
+    def log_in_handler(self, line: str) -> None:
+        """Like `log`, for a signal handler: it may have interrupted a write to the stream."""
+        if not self._stream:
+            return
+        start = "\n" if self._bar else ""  # leaves the bar's line
+        with suppress(OSError, ValueError):  # a closed stream, or one without a file
+            text = f"{start}{_plain(line, self._stream)}\n"
+            os.write(self._stream.fileno(), text.encode(self._stream.encoding or "utf-8"))
+
     def begin(self, task: str, *, total: int | None, unit: str) -> None:
         """Starts a task of `total` units; None if the number is unknown."""
         self.end()

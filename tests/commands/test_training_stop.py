@@ -96,16 +96,19 @@ def srun(rank, port):
 
 def test_a_second_signal_ends_it_at_once(course, tmp_path):
     twice = "before:backward=term@3,before:update=term@3"
-    course.ends(-signal.SIGTERM, tmp_path / "run", fault=twice)
+    ended = course.ends(-signal.SIGTERM, tmp_path / "run", fault=twice)
+    require_names(ended.err, "signal 15")  # the first one is answered before the step's end
     assert steps_saved(tmp_path / "run") == [2]
 
 
 def test_every_signal_that_asks_to_stop_is_heard_once(monkeypatch):
     before = {number: signal.getsignal(number) for number in STOPS}
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        with asked_to_stop() as asked:
+        said = []
+        with asked_to_stop(said.append) as asked:
             assert not asked()
             signal.raise_signal(number)
+            assert [f"signal {number:d}" in line for line in said] == [True]
             assert asked()
             assert asked.signal_number == number
             assert signal.getsignal(number) is signal.SIG_DFL

@@ -164,6 +164,16 @@ def test_what_is_left_follows_from_what_is_done(monkeypatch):
     ]
 
 
+def test_a_signal_handler_writes_past_what_it_interrupted(tmp_path):
+    with (tmp_path / "log").open("w") as stream:
+        stream.write("half a")
+        progress = Progress(stream)
+        progress.log_in_handler("signal 2")
+    progress.log_in_handler("signal 2")  # a closed stream, and one that is no file
+    Progress(io.StringIO()).log_in_handler("signal 2")
+    assert (tmp_path / "log").read_text() == "signal 2\nhalf a"
+
+
 def test_text_from_data_cannot_steer_the_terminal_or_break_its_encoding_or_tell_a_secret():
     for stream in (Terminal(), io.StringIO()):
         Progress(stream).log("a\x1b[31mb\nc\rd\u202e\x07 http://me:word@host")
