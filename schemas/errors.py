@@ -248,7 +248,11 @@ def differences(
     }
 
 
+# Fields that a cache has only at another value than these.
+LEFT_OUT = {"data.wrap": "auto or none", "tokens.learn": "all"}
+
+
 def _shown(fields: Mapping[str, str], name: str) -> str:
     """The value, a digest shortened; a field of another format or method is absent."""
-    value = fields.get(name, "nothing")
+    value = fields.get(name, LEFT_OUT.get(name, "nothing"))
     return f"{value[:SHOWN_OF_DIGEST]}…" if len(value) == DIGEST_LENGTH else value

@@ -104,19 +104,21 @@ def ranking(folders: Mapping[str, RunFolder]) -> tuple[str, Sequence[str]]:
     column, measure = _measure([*runs.values()])
     correct = {name: correct_rows(run.samples, column) for name, run in runs.items()}
     best = max(correct, key=lambda name: correct[name].mean())
+    equal = [name for name in runs if correct[name].mean() == correct[best].mean()]
     alpha = ALPHA / math.comb(len(runs), 2)
     alike, behind = list[str](), list[str]()
-    for name in runs.keys() - {best}:
+    for name in runs.keys() - {*equal}:
         found = compare(runs[best].samples, runs[name].samples, column)
         is_behind = found.p_value < alpha and found.prompts_lost > found.prompts_gained
         (behind if is_behind else alike).append(name)
     rows = counted(len(correct[best]), "held-out rows")
     accuracy = f"{correct[best].mean():.4f}"
-    lines = [f"{best} has the highest accuracy: {accuracy} of {rows}, by {measure}."]
+    have = f"{best} has" if len(equal) == 1 else f"{', '.join(equal)} tie for"
+    lines = [f"{have} the highest accuracy: {accuracy} of {rows}, by {measure}."]
     if alike:
-        lines.append(f"It is not significantly better than {', '.join(sorted(alike))}.")
+        lines.append(f"{best} is not significantly better than {', '.join(sorted(alike))}.")
     if behind:
-        lines.append(f"It is significantly better than {', '.join(sorted(behind))}.")
+        lines.append(f"{best} is significantly better than {', '.join(sorted(behind))}.")
     return best, (*lines, "`align diff` compares two runs row by row.")
 
 

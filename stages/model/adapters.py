@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...schemas.errors import UsageError
+from ...schemas.errors import UsageError, closest, did_you_mean
 from ...schemas.train_options import LoraOptions
 from .library_errors import as_usage_error, in_short
 from .model_folder import adapter_tensors, require_adapter
@@ -58,6 +58,7 @@ def add_lora(model: Any, options: LoraOptions, seed: int) -> nn.Module:
         lora_dropout=options.dropout,
         **_named_targets(model, options.targets),
     )
+    instead = _instead_of(options.targets, model)
     layer = model.get_output_embeddings()
     head = next((name for name, module in model.named_modules() if module is layer), "")
     dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
@@ -68,14 +69,14 @@ def add_lora(model: Any, options: LoraOptions, seed: int) -> nn.Module:
     except ValueError as error:
         raise UsageError(
             f"lora.targets: {options.targets or 'all-linear'} cannot be adapted "
-            f"({in_short(error)}). Name layers of this model, or leave lora.targets empty."
+            f"({in_short(error)}). Name layers of this model, or leave lora.targets empty.{instead}"
         ) from error
     if head in adapted.base_model.targeted_module_names:
         raise UsageError(
             f"lora.targets: {options.targets} includes the output layer {head}, whose adapter the "
             "fused log-prob head would ignore. Leave it out."
         )
-    _require_all_adapted(adapted, options.targets)
+    _require_all_adapted(adapted, options.targets, instead)
     for parameter in adapted.parameters():
         # For quantized weights, which are stored as integers, peft makes a float32 adapter.
         if parameter.requires_grad and parameter.dtype != dtype:
@@ -108,7 +109,22 @@ def _named_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, Any]:
     return found | ({"target_parameters": of_none} if of_none else {})
 
 
-def _require_all_adapted(adapted: Any, targets: Sequence[str]) -> None:
+def _instead_of(targets: Sequence[str], model: Any) -> str:
+    """For targets that the model lacks, the closest linear layers, or all if none is close."""
+    modules = dict(model.named_modules())
+    known = [*modules, *(name for name, _ in model.named_parameters())]
+    unknown = [one for one in targets if not _is_end(one, known)]
+    if not unknown:
+        return ""
+    head = model.get_output_embeddings()
+    kinds = {name: type(one).__name__ for name, one in modules.items() if one is not head}
+    linear = [name for name, kind in kinds.items() if "Linear" in kind or kind == "Conv1D"]
+    layers = dict.fromkeys(name.rpartition(".")[2] for name in linear)
+    near = [name for one in unknown for name in closest(one.rpartition(".")[2], layers)]
+    return did_you_mean(dict.fromkeys(near)) or f" Its linear layers are {', '.join(layers)}."
+
+
+def _require_all_adapted(adapted: Any, targets: Sequence[str], instead: str) -> None:
     """Refuses targets of which peft found only some; peft itself refuses if it found none."""
     if not targets:
         return
@@ -119,7 +135,7 @@ def _require_all_adapted(adapted: Any, targets: Sequence[str]) -> None:
     if missing := sorted(one for one in wanted if not _is_end(one, names)):
         raise UsageError(
             f"lora.targets: no layer of this model is called {', '.join(missing)}. Name layers "
-            "that it has, or leave lora.targets empty."
+            f"that it has, or leave lora.targets empty.{instead}"
         )
 
 

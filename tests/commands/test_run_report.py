@@ -257,16 +257,17 @@ def test_what_was_measured_is_of_the_step_whose_model_was_written(whole_run):
 
 def test_the_best_of_several_runs_is_named_with_those_that_may_be_as_good(whole_run, tmp_path):
     """Of 40 rows the best has 38 right; one that lacks 2 of them flips 2, another 20."""
-    names = {
-        name: 2 + 20 * (name == "far") + 2 * (name == "near") for name in ("far", "near", "top")
-    }
+    names = {"far": 22, "near": 4, "top": 2, "twin": 2}
     folders = {}
     for name, wrong in names.items():
         margins = {f"r{number}": -1.0 if number < wrong else 1.0 for number in range(40)}
         folders[name] = RunFolder(with_margins(whole_run, tmp_path / name, margins))
     best, (top, alike, apart, *_) = ranking(folders)
     assert best == "top"
-    require_names(top, "top", "0.95")
+    require_names(top, "top", "twin", "0.95")
     assert ("near" in alike, "far" in alike) == (True, False)
     assert ("near" in apart, "far" in apart) == (False, True)
+    assert "twin" not in alike + apart
+    (alone, *_) = ranking({name: folders[name] for name in ("top", "near")})[1]
+    assert ("top" in alone, "near" in alone) == (True, False)
     assert ranking({"top": folders["top"]}) == ("", ())

@@ -195,7 +195,7 @@ def test_wrapped_text_makes_the_rows_of_conversations(over):
     assert (wrapped.manifest.fingerprint["data.wrap"], lines) == ("chat", [])
     asked = run(over("chats", "qwen", CHATS))
     assert row_ids(wrapped) == row_ids(asked)
-    with refuses(FingerprintError, "data.wrap: ", "chat"):
+    with refuses(FingerprintError, "data.wrap: ", "chat", "none"):
         run(over("chat", "qwen", TEXTS, wrap="none"))
 
 

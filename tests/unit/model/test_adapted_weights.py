@@ -39,11 +39,18 @@ def test_fused_experts_are_adapted_where_they_are_named(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "target"), [("granitemoe", "gate_proj"), ("gpt_oss", "up_proj"), ("llama", "k_porj")]
+    ("name", "target", "instead"),
+    [
+        ("granitemoe", "gate_proj", ""),
+        ("gpt_oss", "up_proj", ""),
+        ("llama", "k_porj", "'k_proj'"),
+        ("llama", "nosuch", "down_proj"),
+    ],
 )
-def test_a_target_of_which_nothing_is_found_is_refused(name, target):
-    with refuses(UsageError, "lora.targets", target):
-        adapted(name, ["q_proj", target])
+def test_a_target_of_which_nothing_is_found_is_refused(name, target, instead):
+    for targets in ([target], ["q_proj", target]):
+        with refuses(UsageError, "lora.targets", target, instead):
+            adapted(name, targets)
 
 
 def test_a_saved_adapter_of_experts_loads_and_merges(tmp_path):
