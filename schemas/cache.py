@@ -49,6 +49,11 @@ class FileEntry:
     rows: int
 
 
+def reference_named(model: str, adapter: str) -> str:
+    """A reference in a message: its folder, and that of its adapter."""
+    return " with ".join(filter(None, (model, adapter)))
+
+
 @dataclass(frozen=True)
 class Plan:
     """The rows to score and their shards, fixed before scoring begins."""

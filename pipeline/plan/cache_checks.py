@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...schemas.cache import Manifest
+from ...schemas.cache import Manifest, reference_named
 from ...schemas.config import ModelOptions
 from ...schemas.data_options import TokenOptions
 from ...schemas.errors import FingerprintError, UsageError, counted, differences
@@ -128,8 +128,10 @@ def require_same_text(
     `given` has the settings that the user set; all others are the cache's.
     """
     if found := _other_text(manifest, policy, tokens, given):
+        cached = reference_named(manifest.model, manifest.adapter)
         raise FingerprintError(
-            f"The cache does not fit {policy} and these settings:{_lines(found)}\n"
+            f"The cache, made with {cached}, does not fit {policy} and these settings:"
+            f"{_lines(found)}\n"
             "Make another cache with them, or undo the change."
         )
 
@@ -182,7 +184,7 @@ def require_same_model(
     """Refuses an align.yaml or ALIGN_MODEL that names another reference than the cache's."""
     if found := _other_than_reference(manifest, identity):
         name = "model.adapter" if _same_path(named.path, manifest.model) else "model.path"
-        cached = " with ".join(filter(None, (manifest.model, manifest.adapter)))
+        cached = reference_named(manifest.model, manifest.adapter)
         raise FingerprintError(
             f"{settings.origins[name]}: {name} is {flatten(settings.config)[name]}, but the "
             f"cache's reference is {cached}:{_lines(found)}\n"
@@ -201,8 +203,9 @@ def require_same_reference(
     """Whether the policy starts as the reference; another start is refused unless allowed."""
     found = _other_than_reference(manifest, identity)
     if found and not may_differ:
+        cached = reference_named(manifest.model, manifest.adapter)
         raise FingerprintError(
-            f"The cache was made with another reference than {policy}:{_lines(found)}\n"
+            f"The cache was made with {cached}, another reference than {policy}:{_lines(found)}\n"
             "Make a cache with this model, or pass --set train.other_reference=true if the policy "
             "must start as another model."
         )

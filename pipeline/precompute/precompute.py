@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import TypeAlias
 
-from ...schemas.cache import Manifest, Plan
+from ...schemas.cache import Manifest, Plan, reference_named
 from ...schemas.config import Config
 from ...schemas.errors import (
     BadDataError,
@@ -46,7 +46,7 @@ from .opening import (
     require_model,
     require_same,
 )
-from .prepare import Slices, encode, make_plan
+from .prepare import Slices, absolute_origin, encode, make_plan
 from .scoring import ScoringCounts, Shards, ShardScorer
 
 PrecomputeResult: TypeAlias = CommandResult[Manifest, ScoringCounts]
@@ -134,14 +134,22 @@ def precompute(
 def _own_manifest(job: CacheJob) -> Manifest | None:
     """The manifest of this cache, if it is finished; refuses the folder of another cache."""
     cache = job.cache
+
+    def require_own(made: Plan | Manifest, where: str, reuse: str = "") -> None:
+        given = job.config.model
+        models = (
+            reference_named(made.model, made.adapter),
+            reference_named(absolute_origin(given.path), absolute_origin(given.adapter)),
+        )
+        require_same(made.fingerprint, job.fingerprint, where=where, models=models, reuse=reuse)
+
     if cache.manifest_file.exists():
         manifest = cache.manifest()
-        require_same(manifest.fingerprint, job.fingerprint, where=str(cache))
+        require_own(manifest, str(cache))
         return manifest
     for work in unfinished_work(cache):
         if plan := work.find_plan():
-            where = f"The unfinished run in {cache}"
-            require_same(plan.fingerprint, job.fingerprint, where=where, reuse=str(cache))
+            require_own(plan, f"The unfinished run in {cache}", reuse=str(cache))
     return None
 
 

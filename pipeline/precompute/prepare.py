@@ -265,8 +265,8 @@ def make_plan(job: CacheJob, encoded: Encoded, progress: Progress) -> Plan:
         plan_key=job.cache.plan_key,
         fingerprint=job.fingerprint,
         reference_key=job.reference_key,
-        model=_absolute(options.model.path),
-        adapter=_absolute(options.model.adapter),
+        model=absolute_origin(options.model.path),
+        adapter=absolute_origin(options.model.adapter),
         inputs=tuple(
             InputEntry(file.path.name, read.bytes, read.sha256, counts.rows_per_file[index])
             for index, (file, read) in enumerate(zip(job.inputs, job.digested, strict=True))
@@ -290,7 +290,8 @@ def worth_noting(notes: Mapping[str, int]) -> dict[str, int]:
     return {name: count for name, count in found.items() if is_mixed or name not in KINDS}
 
 
-def _absolute(path: str) -> str:
+def absolute_origin(path: str) -> str:
+    """Where a model comes from: its address in a bucket, or its absolute path."""
     origin = origin_of(path)
     return origin if not path or is_remote(origin) else str(Path(origin).resolve())
 

@@ -60,6 +60,9 @@ def test_verify_scores_a_sample_again(journey, world, tmp_path):
     weights[-1] ^= 1
     (other / "model.safetensors").write_bytes(weights)
     refusal(4, "verify", journey.cache, "--model", other, names=("model.weights",))
+    again = ("precompute-ref", journey.folder / "data.parquet", "--output", journey.cache)
+    names = (world.model, other, "model.weights")
+    refusal(4, *again, "--model", other, "--no-mlflow", names=names)
 
 
 def test_export_writes_what_trl_reads(journey):

@@ -30,7 +30,7 @@ def refused(course, *more, names):
 def test_another_tokenizer_or_chat_template_is_refused(course, policy):
     with (policy / "chat_template.jinja").open("a") as template:
         template.write(" ")
-    refused(course, "--model", policy, names=("tokenizer.chat_template: ",))
+    refused(course, "--model", policy, names=(course.model, policy, "tokenizer.chat_template: "))
     shutil.copy(course.model / "chat_template.jinja", policy)
     tokenizer = json.loads((policy / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -44,7 +44,7 @@ def test_another_reference_is_refused_unless_asked_for(course, policy, tmp_path)
     content = bytearray((policy / "model.safetensors").read_bytes())
     content[-4] ^= 1  # the last bit of the last weight
     (policy / "model.safetensors").write_bytes(content)
-    named = ("model.weights: ", "train.other_reference=true")
+    named = (course.model, policy, "model.weights: ", "train.other_reference=true")
     refused(course, "--model", policy, names=named)
     meant = ("--model", policy, "--max-steps", 1)
     course.run(tmp_path / "run", *meant, "--set", "train.other_reference=true")
