@@ -304,6 +304,22 @@ def test_a_server_that_fails_on_the_way_costs_what_was_in_flight(trouble, no_pau
     assert 24 <= stub.answered.total() <= 24 + (4 if trouble == "dead" else 0)
 
 
+def test_answers_in_flight_when_another_request_fails_are_kept():
+    three, kept = threading.Barrier(3, timeout=PATIENCE), {}
+
+    def refuse_the_first(asked):
+        three.wait()
+        return (401, "no key") if asked.seed == seed_of(5, TEXTS[0].key, 0) else None
+
+    def answer_after_the_refusal(asked):
+        time.sleep(0.3)
+        return echo(asked)
+
+    with chat_server(answer_after_the_refusal, refuse=refuse_the_first) as stub:
+        interrupted(sampler_of_stub(stub, concurrency=3), wanted_of(TEXTS[:1], 3), kept)
+    assert kept.keys() == {(TEXTS[0].key, 1), (TEXTS[0].key, 2)}
+
+
 def test_a_spent_budget_stops_the_run_and_the_rest_is_bought_later():
     wanted, kept = wanted_of(TEXTS[:1], 12), {}
     with chat_server(echo) as stub:
