@@ -5,6 +5,7 @@ import platform
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -77,9 +78,14 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """No test finds the caches or the secrets of another."""
+    """No test finds the caches or the secrets of another, nor its linear layers."""
     os.environ["ALIGN_HOME"] = next(item.config.stash[HOMES])  # made when it is used
     safe_text._secrets.clear()
+    if zero3 := sys.modules.get("deepspeed.runtime.zero.partition_parameters"):
+        # DeepSpeed replaces torch's own for the whole process, with the first layer that it shards.
+        sharding = zero3.InsertPostInitMethodToModuleSubClasses
+        functional = sys.modules["torch.nn.functional"]
+        functional.linear = getattr(sharding, "linear_bk", functional.linear)
 
 
 def pytest_addoption(parser):

@@ -38,17 +38,19 @@ def both(server, world, tmp_path_factory):
     rows = folder / "rows.jsonl"
     rows.write_text("\n".join(map(json.dumps, texts)), encoding="utf-8")
     # Another model than the reference: from the reference itself z and the rewards would be 0.
-    policy = folder / "policy"
-    make_model(policy, AutoTokenizer.from_pretrained(world.model), pretrain_steps=0, seed=1)
+    reference, policy = models = folder / "reference", folder / "policy"
+    tokenizer = AutoTokenizer.from_pretrained(world.model)
+    for seed, model in enumerate(models):
+        make_model(model, tokenizer, pretrain_steps=0, seed=seed)
     for words in (
-        ("precompute-ref", rows, "--model", world.model, "--no-mlflow"),
+        ("precompute-ref", rows, "--model", reference, "--no-mlflow"),
         ("train", "--model", policy, *STEP),
     ):
         answer = server.fork(words, folder, {}).answer()
         assert answer.code == 0, answer
     options = ("--policy", policy, "--steps", 1, "--lr", LR, "--beta", BETA, "--epsilon", EPSILON)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys, "argv", ["kto_step.py", *map(str, (world.model, rows, *options))])
+        patched.setattr(sys, "argv", ["kto_step.py", *map(str, (reference, rows, *options))])
         example = runpy.run_path(str(ROOT / "examples" / "kto_step.py"))
     return example, folder
 
