@@ -38,6 +38,7 @@ def joined_world() -> Iterator[World]:
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     hook = sys.excepthook  # torch sets its own
+    linear = torch.nn.functional.linear  # so does ZeRO-3, for the rest of the process
     try:
         with while_training(), torch.random.fork_rng(devices=_devices(world)):
             _join(world)
@@ -54,6 +55,7 @@ def joined_world() -> Iterator[World]:
             else:
                 os.environ[name] = value
         sys.excepthook = hook
+        torch.nn.functional.linear = linear
 
 
 def _join(world: World) -> None:

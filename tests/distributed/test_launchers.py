@@ -99,6 +99,7 @@ def state():
         "environment": dict(os.environ),
         "threads": torch.get_num_threads(),
         "dtype": str(torch.get_default_dtype()),
+        "linear": torch.nn.functional.linear.__module__,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "gradients": torch.is_grad_enabled(),
         "random": torch.random.get_rng_state().sum().item(),
@@ -128,6 +129,7 @@ store = {"tracking.uri": f"sqlite:///{home}/mlflow.db"}
 align.precompute(data, model=model, output=f"{home}/cache", settings=store)
 compare("stage 1")
 few = {"train.max_steps": 1, "train.eval_fraction": 0.2, "train.lr": 0.001}
+few["train.deepspeed"] = "zero3"
 align.train("dpo", cache=f"{home}/cache", output=f"{home}/run", settings=store | few)
 compare("stage 2")
 align.load_cache(f"{home}/cache", text=True).collect()
