@@ -133,8 +133,7 @@ def test_one_row_of_a_thousand_may_be_unusable_by_default_and_two_may_not(config
         bare = replace(config, model=replace(config.model, path=""), data=data)
         checked = check_data(bare, progress=Silent())
         assert (checked.rows_in, checked.usable) == (1000, 1000 - unusable)
-        text = "\n".join(map(str, checked.lines()))
-        assert ("--max-bad-frac" in text) == (unusable == 2)
+        assert checked.dropped.exceed_limit == (unusable == 2)
 
 
 def test_data_that_stage_one_would_refuse_are_refused(conversations, tmp_path):
