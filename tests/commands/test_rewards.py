@@ -72,6 +72,21 @@ def test_candidates_need_no_scores(reward_model, tmp_path):
     assert len(row["scores"]) == 3
 
 
+def test_a_score_is_of_the_whole_completion_whatever_of_it_is_learned(
+    reward_model, own_score, tmp_path
+):
+    """One ends with a message that is not learned, and one with the user's."""
+    first = {"role": "assistant", "content": "Yes."}
+    asked = {"role": "user", "content": "Sure?"}
+    last = {"role": "assistant", "content": "No.", "loss": False}
+    row = {"prompt": [asked], "completions": [[first, asked, last], [first, asked]]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    score(tmp_path / "rows.jsonl", tmp_path / "out", "--reward-model", reward_model)
+    (found,) = rows_of(tmp_path / "out")
+    for completion, own in zip(row["completions"], found["scores"], strict=True):
+        assert own == pytest.approx(own_score(row["prompt"], completion), abs=1e-4)
+
+
 def test_scored_data_is_data_to_learn_from(world, reward_model, here):
     score(world.data.paired, "out", "--reward-model", reward_model)
     made = ("--model", world.model, "--output", "cache", "--token-logps", "--no-mlflow")

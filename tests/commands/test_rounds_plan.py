@@ -78,6 +78,12 @@ def test_rounds_depend_on_the_template_of_their_judge(world, tmp_path):
     assert made[0].must_match != made[1].must_match
 
 
+def test_rounds_depend_on_how_their_model_is_computed(world, tmp_path):
+    ways = ({}, {"attention": "eager"}, {"dtype": "bfloat16"})
+    first, *others = (opened(tmp_path, world, model=way).must_match for way in ways)
+    assert all(other != first for other in others)
+
+
 def prompts_of(folder, *rows):
     path = folder / "prompts.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))

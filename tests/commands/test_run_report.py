@@ -247,12 +247,17 @@ def test_two_runs_are_compared_by_the_rows_that_both_were_measured_on(whole_run,
         diff_runs(first, second)
 
 
-def test_what_was_measured_is_of_the_step_whose_model_was_written(whole_run):
+def test_what_was_measured_is_of_the_step_whose_model_was_written(whole_run, tmp_path):
     history = read_history(RunFolder(whole_run).metrics)
     for step in (3, 6):
         loss = metrics_of(whole_run, step)["eval/loss"]
         assert history.measured(None if step == 6 else step).after["eval/loss"] == loss
     assert history.measured(0).after == {}
+    folder = RunFolder(shutil.copytree(whole_run, tmp_path / "run"))
+    known = RunEnding("finished", 6, 6, RunIdentity("", 1, 0, {}, {}), (), model_step=3)
+    ENDINGS.replace(folder.ending, known)
+    after = outcome(folder, "finished").measured.after
+    assert after["eval/loss"] == metrics_of(whole_run, 3)["eval/loss"]
 
 
 def test_the_best_of_several_runs_is_named_with_those_that_may_be_as_good(whole_run, tmp_path):

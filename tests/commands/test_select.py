@@ -154,6 +154,14 @@ def test_scored_rows_of_a_plain_file_are_selected_from_in_any_form(here, caplog)
     assert selected("long.jsonl", "--rows", "groups")[0].sort("prompt").equals(expected)
 
 
+def test_a_prompt_with_other_options_of_the_template_is_another(here):
+    options = ['{"thinking": false}', '{"thinking": true}']
+    row = {**SCORED[0], "prompt": said("user", "a")}
+    write_lines("scored.jsonl", [row | {"chat_template_kwargs": one} for one in options])
+    rows, _ = selected("scored.jsonl")
+    assert rows["chat_template_kwargs"].to_list() == options
+
+
 def test_ultrafeedback_becomes_conversations(here):
     scores = [(4.75, 7.0), (1.5, 10.0), (None, 5.0)]
     completions = [

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from align.pipeline.train import checkpoint
+from align.schemas.train_options import LoraOptions
 from align.stages.engine.distributed import joined_world
 from align.stages.model.policy import Policy
 from align.stages.storage.run.checkpoints import read_checkpoint
 from support.command import align, success
 from support.refusals import require_names
-from support.training_world import job_of, learn
+from support.training_world import job_of, learn, session_of
 
 
 def test_what_a_first_checkpoint_needs_is_known_before_it_is_there(training_world, prepared_run):
@@ -28,6 +29,20 @@ def test_what_a_first_checkpoint_needs_is_known_before_it_is_there(training_worl
         session.engine.save_state(prepared_run.draft(0, "run"))
     written = sum(path.stat().st_size for path in prepared_run.root.rglob("*") if path.is_file())
     assert 0.7 * written < expected <= written
+
+
+def test_room_for_a_model_is_room_for_its_adapter_and_for_what_it_is_merged_into(training_world):
+    bytes_of = {}
+    for name, lora in {
+        "whole": LoraOptions(),
+        "adapter": LoraOptions(enabled=True),
+        "both": LoraOptions(enabled=True, merge=True),
+    }.items():
+        with joined_world() as world:
+            session = session_of(job_of(training_world.pairs, "dpo", lora=lora), world)
+        bytes_of[name] = checkpoint.model_bytes(session)
+    assert 0 < bytes_of["adapter"] < bytes_of["whole"]
+    assert bytes_of["both"] >= bytes_of["whole"] + bytes_of["adapter"]
 
 
 def may_mount():

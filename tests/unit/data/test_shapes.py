@@ -277,6 +277,12 @@ FILES = [
         names=["data.wrap"],
         wrap=Wrapping(True),
     ),
+    taken(
+        "text with white space around it",
+        {"prompt": f"{ASKED}\n", "chosen": f"\n{GOOD}\n", "rejected": f" {BAD}"},
+        wanted=[pair(chosen=(bot(f"{GOOD}\n"),))],
+        wrap=Wrapping(True),
+    ),
     # Transcripts
     taken(
         "Dahoas full-hh-rlhf",

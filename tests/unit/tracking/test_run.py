@@ -462,6 +462,23 @@ def test_a_damaged_line_that_is_cut_out_shifts_no_other(uri, tmp_path):
     assert {*logged_numbers(folder.root)} <= {*stored(uri, id_of(second))}
 
 
+def test_a_damaged_line_that_is_cut_out_hides_none_that_waits(uri, tmp_path):
+    """Of nine lines four were sent, and one of these is damaged."""
+    folder = run_folder(tmp_path)
+    first = begin(folder, uri)
+    learn(first, range(1, 5))
+    first.finish("KILLED")
+    waiting = begin(folder, "", keep_through=4, mlflow=False)
+    learn(waiting, range(5, 10))
+    waiting.finish("KILLED")
+    lines = folder.metrics.read_bytes().splitlines(keepends=True)
+    lines[1] = b"#" * (len(lines[1]) - 1) + b"\n"
+    folder.metrics.write_bytes(b"".join(lines))
+    last = begin(folder, uri, keep_through=9)
+    last.finish("FINISHED")
+    assert {*logged_numbers(folder.root)} <= {*stored(uri, id_of(last))}
+
+
 def test_a_record_that_was_removed_by_hand_makes_another_run_with_all_lines(uri, tmp_path):
     """As the message about a damaged one says."""
     folder = run_folder(tmp_path)

@@ -59,6 +59,13 @@ def test_a_name_is_short_and_no_end_of_it_is_a_secret():
     assert "correct" not in description("", {"run": "/a/correct-horse-battery"})
 
 
+def test_no_half_of_a_secret_is_a_name():
+    """It holds a slash, and ends as a data file does."""
+    mask_secret("correct/horse-battery.csv")
+    assert model_name("/a/correct/horse-battery.csv") == "***"
+    assert data_name(["/a/correct/horse-battery.csv"]) == "***"
+
+
 def test_what_is_quoted_is_no_markup():
     assert quoted("# <b>*x*") == "`# <b>*x*`"
     assert quoted("a`b``c\n- d") == "``` a`b``c - d ```"
