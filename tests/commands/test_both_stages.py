@@ -1,16 +1,19 @@
 """`align run`: both stages in one command, and what it refuses before the first."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from align import load_run
 from align.pipeline.options.settings import load_settings
 from align.pipeline.options.settings_table import flags_of
 from align.pipeline.train.both_stages import settings_of_both
+from align.schemas.errors import UsageError
 from align.stages.model.reference import HfReference
 from support import disk_faults
 from support.command import refusal, success
 from support.read_rows import write_rows
-from support.refusals import require_names
+from support.refusals import refuses, require_names
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -76,6 +79,15 @@ def test_both_stages_take_no_cache_of_the_settings_and_no_launcher(here, monkeyp
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     refusal(2, *words, names=("`align precompute-ref`", "`align train`"))
+
+
+def test_a_run_that_is_there_is_refused_before_the_first_stage(here):
+    (here / "align-run" / "model").mkdir(parents=True)
+    given = {"model.path": "base", "train.method": "dpo"}
+    for resume, refused in (("never", refuses(UsageError, "align-run")), ("auto", nullcontext())):
+        loaded = load_settings({**given, "train.resume": resume}, [], file=None, command="run")
+        with refused:
+            settings_of_both(loaded)
 
 
 def test_run_has_the_flags_of_both_stages():

@@ -75,16 +75,3 @@ def test_no_name_comes_before_its_bytes_or_before_an_earlier_name(tmp_path, work
     assert syncs.broken == []
     assert syncs.unsynced == set()
     assert syncs.durable
-
-
-def test_all_bytes_of_a_file_are_in_what_is_synced(tmp_path):
-    """A byte that waits in this process would be written after the name."""
-    sizes = {}
-
-    def after(op):
-        if op.name == "fsync":
-            sizes[op.path.stat().st_ino] = op.path.stat().st_size
-
-    with disk_faults.watch(after=after):
-        make_files(tmp_path)
-    assert [sizes[(tmp_path / name).stat().st_ino] for name in "abc"] == [1, 1, 1]
