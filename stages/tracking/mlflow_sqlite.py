@@ -29,6 +29,15 @@ def sqlite_file(uri: str) -> Path | None:
     return Path(found[2])
 
 
+def with_absolute_path(uri: str) -> str:
+    """The URI, with an absolute path in that of SQLite.
+
+    MLflow keeps a store open by its URI, so a relative one would stay that of an earlier folder.
+    """
+    path = sqlite_file(uri)
+    return _FILE.sub(lambda found: f"{found[1]}{path.absolute()}{found[3]}", uri) if path else uri
+
+
 def make_store(uri: str, build: Callable[[str], object]) -> None:
     """Creates the store of a SQLite URI, unless it exists; `build` gets the URI of a draft."""
     path = sqlite_file(uri)

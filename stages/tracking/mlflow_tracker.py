@@ -18,7 +18,7 @@ from ...schemas.json_codec import digest
 from ..storage.disk import fs
 from .metrics_log import EVAL, MetricsLine, key_of, read_metrics
 from .mlflow_silence import ENVIRONMENT, NOISY
-from .mlflow_sqlite import artifacts_beside, make_store, sqlite_file
+from .mlflow_sqlite import artifacts_beside, make_store, sqlite_file, with_absolute_path
 from .run_record import KEY_TAG, PARENT_TAG, REPLACES_TAG, Dataset, RunFacts, Sent
 from .tracker import Tracker
 
@@ -81,8 +81,9 @@ class MlflowTracker(Tracker):
     @cached_property
     def client(self) -> Any:
         """MLflow's client; the store is created first if necessary."""
-        make_store(self.address, self._mlflow.MlflowClient)
-        return self._mlflow.MlflowClient(self.address)
+        uri = with_absolute_path(self.address)
+        make_store(uri, self._mlflow.MlflowClient)
+        return self._mlflow.MlflowClient(uri)
 
     def has(self, facts: RunFacts, run_id: str) -> bool:
         """Whether the store has this run and it is not deleted."""

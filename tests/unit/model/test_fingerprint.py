@@ -117,7 +117,7 @@ def test_settings_that_are_written_anew_each_time_do_not_count_and_others_do(
 
 
 def test_what_is_no_folder_of_a_model_is_refused_with_a_way_on(saved_llama, tmp_path):
-    refuse(config_digest, tmp_path / "nowhere", tmp_path / "nowhere", "model.path")
+    refuse(config_digest, tmp_path / "nowhere", tmp_path / "nowhere", "config.json")
     refuse(config_digest, tmp_path, tmp_path / "config.json")
     refuse(stored_dtype, tmp_path, tmp_path, WEIGHTS)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")

@@ -324,11 +324,14 @@ def test_the_store_learns_how_the_work_ended_and_the_first_word_counts(uri, home
     assert run_of(uri, id_of(run)).info.status == "FAILED"
 
 
-def test_the_default_store_lies_in_the_current_folder_and_is_durable(home, tmp_path):
-    with begun(home, "") as run:
-        pass
-    made = f"sqlite:///{tmp_path}/mlflow.db"
-    assert run_of(made, id_of(run)).info.status == "FINISHED"
+def test_the_default_store_lies_in_the_current_folder_and_is_durable(home, tmp_path, monkeypatch):
+    for folder in (tmp_path / "before", tmp_path / "now"):
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        with begun(home, "") as run:
+            pass
+        made = f"sqlite:///{folder}/mlflow.db"
+        assert run_of(made, id_of(run)).info.status == "FINISHED"
     with quiet("mlflow"):  # it was built in a hurry, by a process that waited for no disk
         store = MlflowTracker(made)
         with store.client._tracking_client.store.engine.connect() as connection:
