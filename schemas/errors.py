@@ -249,7 +249,7 @@ def differences(
 
 
 # Fields that a cache has only at another value than these.
-LEFT_OUT = {"data.wrap": "auto or none", "tokens.learn": "all"}
+LEFT_OUT = {"data.wrap": "auto or none", "tokens.learn": "all or no turns"}
 
 
 def _shown(fields: Mapping[str, str], name: str) -> str:

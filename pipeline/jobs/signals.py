@@ -1,4 +1,4 @@
-"""Signals during training: the first asks it to save and stop, a second ends it at once."""
+"""Signals during training: the first asks it to save and stop, the same again ends it at once."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LAUNCHED = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE", "SLURM_STEP_ID")
 SECONDS_PER_LOOK = 1.0
 RESUME = "Continue with the same command and --resume auto"
 STOPPING = (
-    "signal %d: the run finishes this step, saves a checkpoint and stops. A second one ends it at "
-    "once and loses the steps since the last checkpoint."
+    "signal %d: the run finishes this step, saves a checkpoint and stops. The same signal again "
+    "ends it at once and loses the steps since the last checkpoint."
 )
 
 

@@ -136,13 +136,15 @@ def require_same_text(
         )
 
 
-def misfit_note(settings: Settings, manifest: Manifest, policy: str) -> str:
+def misfit_note(
+    settings: Settings, manifest: Manifest, policy: str, *, needs_reference: bool
+) -> str:
     """One line if training would refuse the cache for this policy; its weights are not read."""
     train, tokens = settings.config.train, settings.config.tokens
     found: dict[str, str] = {}
     with suppress(UsageError):  # a plan needs no tokenizer
         found = _other_text(manifest, policy, tokens, {})
-    if not train.other_reference:
+    if needs_reference and not train.other_reference:
         identity = {"model.config": config_digest(policy), "model.adapter": "none"}
         found |= _other_than_reference(manifest, identity)
     if not found:

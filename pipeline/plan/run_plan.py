@@ -103,7 +103,10 @@ def plan_run(
     )
     misfit = ""
     if rows.manifest and config.train.model:
-        misfit = misfit_note(settings, rows.manifest, rows.policy.path)
+        needs_reference = "reference" in objective.needs
+        misfit = misfit_note(
+            settings, rows.manifest, rows.policy.path, needs_reference=needs_reference
+        )
     return RunPlan(settings, facts, rows, chosen(config, facts), misfit)
 
 

@@ -17,6 +17,7 @@ from ...schemas.methods import Mean
 from ...stages.engine.distributed import (
     gathered,
     joined_world,
+    keeping_linear,
     naming_lost_peers,
     run_on_all_ranks,
 )
@@ -61,7 +62,7 @@ def train(run: Run, *, progress: Progress) -> Trained:
 def train_in(run: Run, progress: Progress) -> Trained:
     """Like `train`, after the ranks have joined and the policy is digested."""
     world = run.world
-    with add_resume_hint(), naming_lost_peers(world), open_folder(run):
+    with add_resume_hint(), naming_lost_peers(world), keeping_linear(), open_folder(run):
         if run.is_finished:
             # Imported late, because it reads what a run wrote.
             from .run_report import reading_of, trained_before  # noqa: PLC0415

@@ -181,7 +181,7 @@ def _only(fitting: Sequence[DataShape], found: Mapping[str, str], where: str) ->
 
 def _no_shape(found: Mapping[str, str], where: str) -> UsageError:
     for column, judged_by in _UNJUDGED.items():
-        if column in found and found.keys().isdisjoint(("prompt", "chosen", "rejected")):
+        if column in found and found.keys() <= {column, *OPTIONAL}:
             return UsageError(
                 f"{where}: {found[column]} hold no preference: add {judged_by}, or name your "
                 "column, for example --map label=YOURS."

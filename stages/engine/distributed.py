@@ -38,7 +38,6 @@ def joined_world() -> Iterator[World]:
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     hook = sys.excepthook  # torch sets its own
-    linear = torch.nn.functional.linear  # so does ZeRO-3, for the rest of the process
     try:
         with while_training(), torch.random.fork_rng(devices=_devices(world)):
             _join(world)
@@ -55,6 +54,15 @@ def joined_world() -> Iterator[World]:
             else:
                 os.environ[name] = value
         sys.excepthook = hook
+
+
+@contextmanager
+def keeping_linear() -> Iterator[None]:
+    """Restores torch's linear function, which ZeRO-3 replaces for the rest of the process."""
+    linear = torch.nn.functional.linear
+    try:
+        yield
+    finally:
         torch.nn.functional.linear = linear
 
 

@@ -46,7 +46,8 @@ class Progress:
         if not self._stream:
             return
         start = "\n" if self._bar else ""  # leaves the bar's line
-        with suppress(OSError, ValueError):  # a closed stream, or one without a file
+        # A closed stream, or one without a file or of an unknown encoding: the step goes on.
+        with suppress(OSError, ValueError, AttributeError, LookupError):
             text = f"{start}{_plain(line, self._stream)}\n"
             os.write(self._stream.fileno(), text.encode(self._stream.encoding or "utf-8"))
 
