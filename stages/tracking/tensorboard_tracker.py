@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,9 @@ class TensorboardTracker(Tracker):
         # `purge_step` hides whole steps, so all lines of that step are sent again.
         offset = max((line.end for line in before if line.step < step), default=0)
         run_id = f"{re.sub(r'[^A-Za-z0-9_.]+', '-', facts.name).strip('-.')[:100]}-{facts.key}"
-        folder = str(Path(self.address) / run_id)
-        self._writer = self._library.SummaryWriter(folder, purge_step=step)
+        folder = Path(self.address) / run_id
+        _await_next_second(folder)
+        self._writer = self._library.SummaryWriter(str(folder), purge_step=step)
         return Sent(run_id, offset, sent.files)
 
     def log(self, lines: Sequence[MetricsLine]) -> None:
@@ -95,6 +97,17 @@ def table(rows: Mapping[str, str]) -> str:
         f"| {name.translate(change)} | {value.translate(change)} |" for name, value in rows.items()
     ]
     return "\n".join(["| name | value |", "|---|---|", *lines])
+
+
+def _await_next_second(folder: Path) -> None:
+    """Waits while the newest event file is of this second.
+
+    TensorBoard reads files in the order of their names, which begin with the second. Those of one
+    second may be in a wrong order, and steps would be hidden.
+    """
+    seconds = {int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*")}
+    while int(time.time()) in seconds:
+        time.sleep(0.02)
 
 
 TRACKER = TensorboardTracker
