@@ -20,7 +20,7 @@ def test_a_name_is_of_model_method_and_data():
 @pytest.mark.parametrize(
     ("path", "name"),
     [
-        ("/work/align-run/model", "align-run"),
+        ("/data/align-run/model", "align-run"),
         ("rounds/round-0001/run/merged", "round-0001"),
         ("model", "model"),
         ("s3://user:pw@bucket/llama?token=abcdef", "llama"),
