@@ -350,7 +350,7 @@ class Choice:
         """Lines on the choice, its reason, and other settings that would fit."""
         if not self.budget.size:
             return
-        peak, flags = self.found.estimate.peak, flags_of(self.found.changes)
+        peak, flags = self.found.estimate.peak, as_flags(self.found.changes, "train")
         needs = f"{amount(peak)} planned of the {self.budget}"
         if not self.fits:
             yield f"does not fit: {needs}, {amount(peak - self.budget.usable)} too much"
@@ -368,7 +368,8 @@ class Choice:
                 peak = one.estimate.peak
                 over = peak - self.budget.usable
                 verdict = "fits" if over <= 0 else f"{amount(over)} too large"
-                yield f"{start or 'with'} {flags_of(one.changes)}: {amount(peak)}, {verdict}"
+                flags = as_flags(one.changes, "train")
+                yield f"{start or 'with'} {flags}: {amount(peak)}, {verdict}"
         if not (self.advice and self.budget.holds(self.advice.estimate)):
             yield "use larger or more GPUs, a smaller model, or shorter rows"
 
@@ -463,18 +464,13 @@ def memory_savers(
     anew = "in a new run, with another --output, "
     for changes in (*resumable, {ZERO: "zero2"}, {ZERO: "zero3"}, *ADVICE):
         if is_useful(changes, config, ranks=ranks, device=device, stage=stage):
-            yield f"{'' if changes in resumable else anew}{flags_of(changes)}"
+            yield f"{'' if changes in resumable else anew}{as_flags(changes, 'train')}"
     yield f"{anew}a cache with a shorter tokens.max_length"
 
 
 def decided(train: TrainOptions) -> Changes:
     """Without a plan, an `auto` of gradient checkpointing means no."""
     return {RECOMPUTE: train.recomputes, INPUTS: train.offloads_inputs}
-
-
-def flags_of(changes: Changes) -> str:
-    """The flags of `align train` for these changes."""
-    return as_flags(changes, "train")
 
 
 def amount(size: float) -> str:

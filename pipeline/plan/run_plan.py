@@ -30,7 +30,6 @@ from .memory import (
     Planned,
     amount,
     chosen,
-    flags_of,
     host_bytes,
     measured_policy,
     planned,
@@ -136,7 +135,7 @@ def _verdict(plan: RunPlan) -> Iterator[str]:
     yield f"{'Fits' if choice.fits else 'Does not fit'}: {needs} of the {choice.budget}, {where}."
     if choice.fits and choice.found.changes:
         without = amount(choice.given.estimate.peak)
-        flags = flags_of(choice.found.changes)
+        flags = as_flags(choice.found.changes, "train")
         yield from wrap(f"auto chooses {flags}; without it, {without} would be needed.", WIDTH)
     if not choice.fits:
         for line in choice.what_else():

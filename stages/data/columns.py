@@ -104,12 +104,13 @@ def detect_shape(
     """The shape of these columns; `where` names the file in errors."""
     found = _renamed(columns, mapped, where)
     fitting = _fitting(found)
-    for ours, theirs in mapped.items() if not fitting else ():
-        if theirs and ours not in {*_EVERY, *carry}:
-            raise UsageError(
-                f"--map {ours}={theirs}: no shape of preference data has a column {ours!r}."
-                f"{did_you_mean(closest(ours, _EVERY))} Write OURS=YOURS."
-            )
+    unknown = [one for one in mapped.items() if one[1] and one[0] not in {*_EVERY, *carry}]
+    if unknown and not fitting:
+        ours, theirs = unknown[0]
+        raise UsageError(
+            f"--map {ours}={theirs}: no shape of preference data has a column {ours!r}."
+            f"{did_you_mean(closest(ours, _EVERY))} Write OURS=YOURS."
+        )
     return _shape(_only(fitting, found, where), found, mapped, carry, where)
 
 

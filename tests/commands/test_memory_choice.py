@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaPreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from align.pipeline.options.settings import load_settings
+from align.pipeline.options.settings_table import as_flags
 from align.pipeline.plan import memory
 from align.pipeline.plan.memory import (
     LADDER,
@@ -25,7 +26,6 @@ from align.pipeline.plan.memory import (
     changed,
     chosen,
     decided,
-    flags_of,
     planned,
 )
 from align.pipeline.plan.run_plan import plan_run, plan_text
@@ -84,14 +84,14 @@ def test_the_choice_is_the_first_rung_and_the_largest_micro_batch_that_fits(tiny
         first = next(changes for changes, peak in every if peak <= usable)
         assert choice.fits
         assert choice.nearest.changes == first
-        seen.add(flags_of(first))
+        seen.add(as_flags(first, "train"))
     assert len(seen) > 6
     too_small = chosen(config, within(facts, peaks[-1] - 10_000))
     assert not too_small.fits
     assert too_small.nearest.estimate.peak == peaks[-1]
     # What fits nowhere anyway is not made slower: only what a training without a plan decides.
     assert too_small.changes == decided(config.train)
-    assert flags_of(too_small.nearest.changes) in "".join(too_small.lines())
+    assert as_flags(too_small.nearest.changes, "train") in "".join(too_small.lines())
 
 
 def test_what_was_set_stays_and_what_changes_numbers_is_only_named(tiny):
@@ -177,10 +177,16 @@ def test_the_command_at_the_end_of_a_plan_fits(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "field"),
-    [("config.json", "model.config"), ("tokenizer.json", "tokenizer.vocabulary")],
+    ("method", "file", "field", "is_refused"),
+    [
+        ("dpo", "config.json", "model.config", True),
+        ("orpo", "config.json", "model.config", False),  # it has no reference
+        ("orpo", "tokenizer.json", "tokenizer.vocabulary", True),
+    ],
 )
-def test_a_plan_names_why_training_would_refuse_the_cache(training_world, tmp_path, file, field):
+def test_a_plan_names_why_training_would_refuse_the_cache(
+    training_world, tmp_path, method, file, field, is_refused
+):
     other = shutil.copytree(training_world.model, tmp_path / "other")
     content = json.loads((other / file).read_text())
     if file == "config.json":
@@ -188,8 +194,8 @@ def test_a_plan_names_why_training_would_refuse_the_cache(training_world, tmp_pa
     else:
         content["model"]["merges"].pop()
     (other / file).write_text(json.dumps(content))
-    given = {"train.cache": str(training_world.pairs), "train.method": "dpo"}
-    for model, is_noted in ((training_world.model, False), (other, True)):
+    given = {"train.cache": str(training_world.pairs), "train.method": method}
+    for model, is_noted in ((training_world.model, False), (other, is_refused)):
         with_model = given | {"train.model": str(model)}
         plan = plan_run(load_settings(with_model, {}, file=None, command="plan"))
         found = [one for one in plan_text(plan).splitlines() if str(other) in one and field in one]

@@ -38,10 +38,10 @@ def both(server, world, tmp_path_factory):
     rows = folder / "rows.jsonl"
     rows.write_text("\n".join(map(json.dumps, texts)), encoding="utf-8")
     # Another model than the reference: from the reference itself z and the rewards would be 0.
-    reference, policy = models = folder / "reference", folder / "policy"
+    reference, policy = folder / "reference", folder / "policy"
     tokenizer = AutoTokenizer.from_pretrained(world.model)
-    for seed, model in enumerate(models):
-        make_model(model, tokenizer, pretrain_steps=0, seed=seed)
+    make_model(reference, tokenizer, pretrain_steps=0, seed=0)
+    make_model(policy, tokenizer, pretrain_steps=0, seed=1)
     for words in (
         ("precompute-ref", rows, "--model", reference, "--no-mlflow"),
         ("train", "--model", policy, *STEP),
