@@ -42,11 +42,14 @@ _STAGE_1_AND_2 = _RUNTIME.zero.stage_1_and_2
 CONFIG_ERROR = _RUNTIME.config.DeepSpeedConfigError
 # This one clips, scales the loss and skips steps by itself, unlike torch's optimizers.
 WRAPPED_OPTIMIZER = _RUNTIME.base_optimizer.DeepSpeedOptimizer
+_STAGES = _RUNTIME.zero.config.ZeroStageEnum
+# Python 3.11.0 to 3.11.3 pickle its members as calls of getattr, which no safe loader takes.
+_STAGES.__reduce_ex__ = lambda stage, protocol: (_STAGES, (stage.value,))
 # Types in the files of its state besides tensors, numbers and containers.
 STATE_TYPES = (
     _RUNTIME.fp16.loss_scaler.LossScaler,
     _RUNTIME.fp16.loss_scaler.DynamicLossScaler,
-    _RUNTIME.zero.config.ZeroStageEnum,
+    _STAGES,
     deepspeed.utils.fragment_address,
 )
 
