@@ -82,6 +82,54 @@ PLAIN_FAMILIES = {
         },
     ),
 }
+# Layers that carry a state from token to token, beside attention: convolutions, delta rules, scans.
+DELTA = {
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+HYBRID_FAMILIES = {
+    "qwen3_5": ("qwen3_5_text", DELTA),
+    "qwen3_next": ("qwen3_next", {**DELTA, **MOE, "shared_expert_intermediate_size": 16}),
+    "olmo_hybrid": ("olmo_hybrid", {**DELTA, "linear_num_key_heads": 4}),
+    "lfm2": (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "head_dim": 8,
+            "layers_block_type": ["mamba", "mlp", "attention"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+            "chunk_size": 16,
+        },
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            "layer_types": ["mamba", "attention"],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 16,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 48,
+        },
+    ),
+}
+# It forgets its state if a text goes on in a second pass of several tokens.
+FORGETFUL = (
+    "jamba",
+    {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 8},
+)
 
 
 def tiny_model(model_type, settings, attention=None):
@@ -89,7 +137,16 @@ def tiny_model(model_type, settings, attention=None):
     # Several families rename or lack some of the common settings; unknown ones are harmless.
     config = AutoConfig.for_model(model_type, **{**COMMON, **settings})
     chosen = {"attn_implementation": attention} if attention else {}
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen).eval()
+    for name, parameter in model.named_parameters():
+        # States that last, and convolutions that mix, so that a token that leaks is seen.
+        if name.endswith("A_log"):
+            parameter.data.uniform_(0.5, 2.0).log_()
+        elif name.endswith(("dt_bias", "dt_proj.bias")):
+            parameter.data.fill_(-3.0)
+        elif ".conv" in name and parameter.ndim == 3:
+            parameter.data.normal_(std=0.5)
+    return model
 
 
 def mixed_trees():

@@ -14,6 +14,7 @@ from align.stages.model.generate import Generator, PromptTokens, own_stops, warp
 from align.stages.model.keyed_noise import KeyedNoise, stream_of, uniforms
 from align.stages.model.load import load_causal_lm
 from align.stages.model.save import stop_generation_at
+from support.families import HYBRID_FAMILIES, VOCABULARY, tiny_model
 from support.refusals import refuses
 
 LENGTHS = (3, 9, 1, 5, 17, 4)
@@ -92,6 +93,17 @@ def test_a_sample_is_its_own_and_the_same_for_any_batch_number_of_samples_and_or
         part = samples(drawing_model, prompt_ids, numbers, tokens=tokens)
         assert part == {key: whole[key] for key in part}
         assert len(part) == len(prompt_ids) * len(numbers)
+
+
+@pytest.mark.parametrize("family", HYBRID_FAMILIES)
+def test_a_model_with_states_samples_as_one_token_after_another(family, prompt_ids):
+    model = tiny_model(*HYBRID_FAMILIES[family])
+    ids = [[token % VOCABULARY for token in one] for one in prompt_ids]
+    sampling = {"temperature": 0.5}
+    found = samples(model, ids, range(1), **sampling)
+    for at, prompt in enumerate(ids):
+        wanted = one_by_one(model, prompt, stream_of(str(at), 0, 0), Sampling(**sampling))
+        assert found[at, 0] == wanted
 
 
 @pytest.mark.parametrize("stop", [-1, "</s>", True, [2, None, 1.5]])
