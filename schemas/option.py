@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import BeforeValidator, ConfigDict, ValidationError
 
 from .errors import closest, did_you_mean
 
@@ -14,8 +14,24 @@ STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, defer_buil
 
 PATH = "path"  # marks settings that are paths, relative to the config file that sets them
 PathStr: TypeAlias = Annotated[str, PATH]
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")  # of a path that is written NAME=PATH
 # The score that separates desirable from undesirable: a prompt's mean or median, or a number.
 Threshold: TypeAlias = Literal["mean", "median"] | float
+
+
+def as_list(value: Any) -> Any:
+    """A text as a list of one; an empty text as an empty list."""
+    return list(filter(None, [value])) if isinstance(value, str) else value
+
+
+# A list of paths, each written PATH or NAME=PATH; a text is one of them.
+NamedPaths: TypeAlias = Annotated[list[PathStr], BeforeValidator(as_list)]
+
+
+def named_path(text: str) -> tuple[str, str]:
+    """The name and the path of NAME=PATH; a path alone has an empty name."""
+    name, _, path = text.partition("=")
+    return (name, path) if path and NAME.fullmatch(name) else ("", text)
 
 
 def wrong_value(error: ValidationError) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from .option import STRICT, PathStr, Threshold
+from .option import STRICT, NamedPaths, PathStr, Threshold, named_path
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -139,14 +141,17 @@ class TrainOptions:
     eval_fraction: float = Field(
         default=0.0, ge=0, le=1, description="share of prompts held out, chosen by their hash"
     )
-    eval_cache: PathStr = Field(default="", description="evaluate on this cache instead")
+    eval_cache: NamedPaths = Field(
+        default_factory=list,
+        description="evaluate on this cache instead; several: PATH or NAME=PATH, for eval/NAME/…",
+    )
     eval_every: int = Field(
         default=0, ge=0, description="steps between evaluations; 0: only before and after training"
     )
     eval_table: int = Field(
         default=200,
         ge=0,
-        description="held-out rows that each evaluation lists in evaluations/; 0: none",
+        description="rows of a held-out set that each evaluation lists in evaluations/; 0: none",
     )
     eval_text: bool = Field(default=False, description="list them with their text, also in MLflow")
     row_margins: bool = Field(
@@ -211,6 +216,16 @@ class TrainOptions:
     def offloads_inputs(self) -> bool:
         """Whether the inputs of layers wait on the CPU; an undecided `auto` counts as no."""
         return self.checkpoint_offload is True
+
+    @property
+    def eval_caches(self) -> list[tuple[str, str]]:
+        """Names and paths of the caches to evaluate on; the only one has no name."""
+        found = []
+        for name, path in map(named_path, self.eval_cache):
+            # The names of metrics have few characters.
+            own = re.sub(r"^\.+|[^\w.-]", "_", Path(path).absolute().name, flags=re.ASCII)
+            found.append((name or own, path))
+        return found if len(found) > 1 else [("", path) for _, path in found]
 
     @property
     def holds_rows_out(self) -> bool:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from ...schemas.config import Config
 from ...schemas.errors import UsageError, closest, did_you_mean
-from ...schemas.option import wrong_value
+from ...schemas.option import named_path, wrong_value
 from ...schemas.safe_text import MASK, mask_secrets_of, masked, masked_address
 from ...stages.storage.locations import is_remote
 from ...stages.tracking.tracker import require_trackers
@@ -148,17 +148,19 @@ def _located(
 ) -> dict[str, Any]:
     """The settings with paths relative to a folder; `home` resolves a ~."""
 
-    def located(value: Any) -> Any:
+    def located(value: Any, *, may_have_name: bool = False) -> Any:
         if isinstance(value, list):
-            return [located(item) for item in value]
-        if not isinstance(value, str) or not value or is_remote(value):
+            return [located(item, may_have_name=may_have_name) for item in value]
+        if not isinstance(value, str) or not value:
             return value
-        return str(folder / home(value))
+        name, path = named_path(value) if may_have_name else ("", value)
+        found = path if is_remote(path) else str(folder / home(path))
+        return f"{name}={found}" if name else found
 
     for name in paths() & values.keys():
         # A train.deepspeed with this ending is a file rather than a preset.
         if name != "train.deepspeed" or str(values[name]).endswith(".json"):
-            values[name] = located(values[name])
+            values[name] = located(values[name], may_have_name=name == "train.eval_cache")
     return values
 
 

@@ -20,6 +20,7 @@ from ...stages.feed.select import ReadSpec, ScoreRules
 from ...stages.feed.train_source import TrainSource
 from ...stages.model.model_folder import config_digest
 from ...stages.storage.cache import Cache
+from ..jobs.object_inputs import cache_at
 from ..options.settings import Settings, flatten
 
 if TYPE_CHECKING:
@@ -233,6 +234,12 @@ def require_same_making(manifest: Manifest, other: Manifest, name: str) -> None:
             f"{name} (train.eval_cache) differs from the cache to train on, whose values come "
             f"first:{_lines(found)}\nMake both with the same model and settings."
         )
+
+
+def held_out_caches(train: TrainOptions) -> dict[str, tuple[Cache, Manifest]]:
+    """The caches of train.eval_cache by name, and their manifests."""
+    caches = {name: cache_at(path) for name, path in train.eval_caches}
+    return {name: (cache, cache.manifest()) for name, cache in caches.items()}
 
 
 def _lines(found: Mapping[str, str]) -> str:

@@ -40,6 +40,9 @@ def _require_measured(train: TrainOptions) -> None:
     """Refuses settings of evaluation that nothing would be measured for."""
     if train.eval_cache and train.eval_fraction:
         raise UsageError("train.eval_cache and train.eval_fraction are both set. Choose one.")
+    names = [name for name, _ in train.eval_caches]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(f"train.eval_cache has two sets {twice[0]}: pass --eval-cache NAME=PATH.")
     if train.eval_text and not (train.holds_rows_out and train.eval_table):
         raise UsageError(
             "train.eval_text is set, but there are no held-out rows to list: set "

@@ -31,14 +31,14 @@ from ...stages.feed.step_plan import (
     steps_in,
     training_pass,
 )
-from ...stages.feed.train_source import open_source
+from ...stages.feed.train_source import held_out_sources, open_source
 from ...stages.methods.objective import Objective
 from ...stages.model.load import DTYPES
 from ...stages.model.logprobs import causal_model
 from ...stages.model.model_folder import model_config, stored_dtype, text_settings
 from ...stages.model.policy import Policy
 from ..jobs.object_inputs import cache_at, local_model
-from .cache_checks import read_spec_of
+from .cache_checks import held_out_caches, read_spec_of
 
 SAMPLED_STEPS = 32  # of the first epoch
 MOST_MADE_ROWS = 100_000
@@ -195,13 +195,14 @@ def planned_rows(config: Config, objective: Objective, given: GivenRows | None) 
     path = local_model(config.train.model or manifest.model)
     read_spec = read_spec_of(objective, config.train, path)
     source = open_source(cache, manifest, read_spec, ShardColumns(unchecked))
+    held_out = held_out_sources(source, held_out_caches(config.train))
     sizes = [table.sizes for table in (source.train, source.held_out)]
     prompts = sum(int(one.prompt_tokens.sum(dtype="int64")) for one in sizes)
     completions = sum(int(one.own_tokens.sum(dtype="int64")) for one in sizes)
     return PlannedRows(
         table=source.train,
         count=source.train.rows_per_epoch,
-        held_out=len(source.held_out),
+        held_out=sum(one.eval_rows for one in held_out.values()),
         policy=replace(config.model, path=path, adapter="", device_map=""),
         own_tokens=prompts + completions,
         mismatched_tokens=source.num_partners * completions,
@@ -263,11 +264,9 @@ def short_plan(
     feed: CacheFeed, policy: Policy, train: TrainOptions, engine_config: dict[str, Any]
 ) -> list[str]:
     """Two lines: the work of the run, and the memory of each rank."""
-    held_out = feed.held_out_source.eval_rows
     source, ranks = feed.source, feed.settings.world.size
-    work = workload_of(
-        source.train, feed.settings, train, rows=source.train.rows_per_epoch, held_out=held_out
-    )
+    rows, held_out = source.train.rows_per_epoch, feed.eval_rows
+    work = workload_of(source.train, feed.settings, train, rows=rows, held_out=held_out)
     dtype, device = causal_model(policy.model).dtype, policy.device.type
     elements = elements_of(policy, whole_numel)
     engine = engine_memory(

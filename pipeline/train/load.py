@@ -18,7 +18,7 @@ from ...stages.engine.distributed import agreed, gathered, run_on_all_ranks
 from ...stages.engine.freed_blocks import giving_more_blocks_back
 from ...stages.feed.cache_index import ShardColumns, unchecked
 from ...stages.feed.loader import CacheFeed
-from ...stages.feed.train_source import TrainSource, open_source, overlap
+from ...stages.feed.train_source import TrainSource, held_out_sources, open_source, overlap
 from ...stages.model.adapters import adapts_experts
 from ...stages.model.load import chosen_device, device_bytes, load_model, resolve
 from ...stages.model.logprobs import causal_model
@@ -111,7 +111,7 @@ def load(run: Run, progress: Progress) -> None:
             "experts.gate_up_proj and experts.down_proj, to train them."
         )
     last = getattr(text_config, "max_position_embeddings", None)
-    for source in (run.source,) if held_out is run.source else (run.source, held_out):
+    for source in (run.source, *held_out.values()):
         require_positions(source, run.objective, last)
     run.objective = run.objective.computed_in(policy.dtype, run.manifest.fingerprint["model.dtype"])
     run.engine, run.engine_config = open_engine(
@@ -175,14 +175,11 @@ def with_auto_decided(run: Run, progress: Progress) -> Config:
     return chosen_to_fit(config, facts_of_run(run, device, smallest, resumed), world, progress)
 
 
-def _sources(run: Run) -> tuple[TrainSource, TrainSource]:
-    """The training rows, and the evaluation rows, held out or from another cache."""
+def _sources(run: Run) -> tuple[TrainSource, dict[str, TrainSource]]:
+    """The training rows, and the evaluation rows by set, held out or from other caches."""
     columns = shard_columns(run.world, own_digests())
     source = open_source(run.cache, run.manifest, run.read_spec, columns)
-    if run.held_out is None:
-        return source, source
-    of_held_out = replace(run.read_spec, eval_fraction=1.0, file_weights={})
-    return source, open_source(*run.held_out, of_held_out, columns)
+    return source, held_out_sources(source, run.held_out)
 
 
 def shard_columns(world: World, remember: Remember) -> ShardColumns:
@@ -191,27 +188,29 @@ def shard_columns(world: World, remember: Remember) -> ShardColumns:
     return ShardColumns(check)
 
 
-def _source_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
+def _source_notes(source: TrainSource, held_out: Mapping[str, TrainSource]) -> Iterator[str]:
+    rows = sum(one.eval_rows for one in held_out.values())
     yield (
         f"cache {source.folder.root} ({source.manifest.root[:12]}…): "
-        f"{source.train_rows:,} training rows, {held_out.eval_rows:,} held out"
+        f"{source.train_rows:,} training rows, {rows:,} held out"
     )
     yield from source.notes
-    if held_out is not source:
-        yield from (f"{held_out.folder.root}: {note}" for note in held_out.notes)
-    if not held_out.eval_rows:
-        return
-    prompts, shared = overlap(source, held_out)
-    if held_out is source:
-        yield (
-            f"{prompts:,} prompts are held out by a hash that ignores white space, the "
-            "system message, tools and template options."
-        )
-    elif shared:
-        yield (
-            f"{shared:,} of {prompts:,} prompts of {held_out.folder.root} are also training "
-            "prompts. Remove them: metrics on them do not measure new prompts."
-        )
+    for one in held_out.values():
+        if one is not source:
+            yield from (f"{one.folder.root}: {note}" for note in one.notes)
+        if not one.eval_rows:
+            continue
+        prompts, shared = overlap(source, one)
+        if one is source:
+            yield (
+                f"{prompts:,} prompts are held out by a hash that ignores white space, the "
+                "system message, tools and template options."
+            )
+        elif shared:
+            yield (
+                f"{shared:,} of {prompts:,} prompts of {one.folder.root} are also training "
+                "prompts. Remove them: metrics on them do not measure new prompts."
+            )
 
 
 def _load_policy(run: Run) -> Policy:

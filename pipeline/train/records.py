@@ -20,7 +20,7 @@ from ...stages.storage.disk import fs
 from ...stages.storage.disk.lines import Lines
 from ...stages.storage.locations import is_remote, origin_of
 from ...stages.storage.run.run_folder import ENDINGS
-from ...stages.tracking.metrics_log import EVAL
+from ...stages.tracking.metrics_log import prefix_of
 from ...stages.tracking.progress import Progress
 from ...stages.tracking.run import Run as TrackedRun
 from ...stages.tracking.run import inherited, open_training_run
@@ -169,14 +169,16 @@ class RunRecords:
     def evaluated(
         self, state: State, metrics: dict[str, float], samples: Sequence[EvalSample]
     ) -> None:
-        """Records an evaluation on the held-out rows."""
+        """Records an evaluation on all held-out sets."""
         self._require_best(state, metrics)
         self._tracked.log_metrics(metrics, step=state.step)
         if samples and self._run.world.rank == 0:
             with log_failure("No table of held-out completions"):
                 self._write_table(state.step, samples)
-        plain = {name.removeprefix(EVAL): value for name, value in metrics.items()}
-        self.log(f"step {state.step:,}, held-out rows: {shown(plain)}")
+        for name in self._run.feed.held_out_sources:
+            prefix, of_set = prefix_of(name), f" of {name}" if name else ""
+            plain = {one.removeprefix(prefix): value for one, value in metrics.items()}
+            self.log(f"step {state.step:,}, held-out rows{of_set}: {shown(plain)}")
 
     def _write_table(self, step: int, samples: Sequence[EvalSample]) -> None:
         run, path = self._run, self._run.folder.evaluation(step)
@@ -349,7 +351,7 @@ class RunRecords:
 
         self._tracked.log_files(manifest.inputs)
         caches = {"training": (run.cache, manifest)}
-        caches |= {"evaluation": run.held_out} if run.held_out else {}
+        caches |= {f"evaluation {name}".strip(): one for name, one in run.held_out.items()}
         for context, (cache, made) in caches.items():
             root = cache.root.resolve()
             source_of = origin_of(str(root))

@@ -15,7 +15,7 @@ from ...schemas.errors import AlignError, UsageError
 from ...stages.data.tokenizer import decoder
 from ...stages.model.library_errors import is_out_of_memory
 from ...stages.report.cache_rows import prompts_of
-from ...stages.report.eval_table import ANSWERS, read_samples
+from ...stages.report.eval_table import ANSWERS, by_set, read_samples
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.locks import owner_lock
 from ...stages.tracking.progress import Progress
@@ -91,8 +91,9 @@ def _prompts(run: Run, context: int | None, count: int, most_tokens: int) -> dic
             f"{run.folder.root} has no table of held-out rows. Train with --eval-fraction or "
             "train.eval_cache, and with train.eval_table above 0."
         )
-    ids = read_samples(tables[min(tables)])["row_id"].unique(maintain_order=True).to_list()
-    cache, manifest = run.held_out or (run.cache, run.manifest)
+    name, samples = next(iter(by_set(read_samples(tables[min(tables)])).items()))
+    ids = samples["row_id"].unique(maintain_order=True).to_list()
+    cache, manifest = run.held_out.get(name) or (run.cache, run.manifest)
     found = prompts_of(cache, manifest, ids)
     if not found:
         raise UsageError(f"{cache.root} has none of the held-out rows of {run.folder.root}.")

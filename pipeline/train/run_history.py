@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -9,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...stages.tracking.metrics_log import EVAL, RESERVED, read_metrics
+from ...stages.tracking.metrics_log import EVAL, RESERVED, prefix_of, read_metrics
 
 if TYPE_CHECKING:
     import polars as pl
@@ -24,6 +25,7 @@ class Measured:
     rows: Literal["held out", "training", ""] = ""
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)  # empty without a later step
+    sets: tuple[str, ...] = ("",)  # the names of the held-out sets; the only one has none
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,13 @@ class History:
 
     learned: pl.DataFrame
     held_out: pl.DataFrame  # the names of its metrics begin with eval/
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """The names of the held-out sets, as in eval/NAME/loss; the only one has no name."""
+        found = [re.fullmatch(f"{EVAL}(?:([^/]+)/)?loss", name) for name in self.held_out.columns]
+        names = tuple(match[1] or "" for match in found if match)
+        return ("",) if "" in names else names or ("",)  # eval/router/loss is of no set
 
     @property
     def steps(self) -> int:
@@ -49,9 +58,10 @@ class History:
 
         `model_step`: the step of the written model, if it is not the last one.
         """
-        is_held_out = f"{EVAL}loss" in self.held_out.columns
-        rows: Literal["held out", "training"] = "held out" if is_held_out else "training"
-        lines, loss = (self.held_out, f"{EVAL}loss") if is_held_out else (self.learned, "loss")
+        lines, loss = self.held_out, f"{prefix_of(self.sets[0])}loss"
+        rows: Literal["held out", "training"] = "held out"
+        if loss not in lines.columns:
+            lines, loss, rows = self.learned, "loss", "training"
         if loss not in lines.columns:
             return Measured(rows)
         known = lines.drop_nulls(loss)
@@ -60,9 +70,8 @@ class History:
         if known.is_empty():
             return Measured(rows)
         first, last = known.row(0, named=True), known.row(-1, named=True)
-        return Measured(
-            rows, _metrics(first), _metrics(last) if last["step"] > first["step"] else {}
-        )
+        after = _metrics(last) if last["step"] > first["step"] else {}
+        return Measured(rows, _metrics(first), after, self.sets)
 
 
 def _metrics(line: Mapping[str, Any]) -> dict[str, float]:
@@ -91,10 +100,10 @@ def read_history(metrics: Path) -> History:
     return History(*parts)
 
 
-def curves(lines: pl.DataFrame) -> Mapping[str, list[tuple[float, float]]]:
-    """The (step, value) points of every metric, by its name without eval/."""
+def curves(lines: pl.DataFrame, prefix: str = "") -> Mapping[str, list[tuple[float, float]]]:
+    """The (step, value) points of every metric with this prefix, by its name without it."""
     return {
-        name.removeprefix(EVAL): lines.select("step", name).drop_nulls().rows()
+        name.removeprefix(prefix): lines.select("step", name).drop_nulls().rows()
         for name in lines.columns
-        if name not in RESERVED
+        if name not in RESERVED and name.startswith(prefix)
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from ...schemas.safe_text import beginning
 from ...stages.methods.table import objective_of
 from ...stages.model.model_folder import read_json
 from ...stages.report.charts import plain
-from ...stages.report.eval_table import REWARD, TEXTS, kind_of, read_answers, read_samples
+from ...stages.report.eval_table import REWARD, TEXTS, by_set, kind_of, read_answers, read_samples
 from ...stages.report.page import Section, render_page
 from ...stages.report.row_margins import join_margins, learned_rows, read_margins
 from ...stages.report.run_curves import LEARNING, completion_charts, curves_of, further
@@ -30,7 +31,7 @@ from ...stages.storage.disk.lines import read_lines
 from ...stages.storage.disk.locks import is_owned
 from ...stages.storage.run.checkpoints import read_checkpoint
 from ...stages.storage.run.run_folder import RunFolder, read_ending
-from ...stages.tracking.metrics_log import EVAL
+from ...stages.tracking.metrics_log import EVAL, prefix_of
 from ...stages.tracking.run_texts import data_name, model_name
 from ..jobs.signals import RESUME
 from ..options.settings import flatten, read_yaml, without_secrets
@@ -38,6 +39,8 @@ from ..options.settings_table import as_flags
 from .run_history import History, Measured, curves, read_history
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from ...schemas.checkpoint import RunEnding, RunStatus
 
 logger = logging.getLogger("align")
@@ -99,19 +102,20 @@ def write_report(root: Path) -> dict[str, str]:
         if parts := folder.rows_written():
             join_margins(parts, folder.rows)
     settings, history = read_yaml(folder.config), read_history(folder.metrics)
-    ending, best = read_ending(folder), settings["train.best"] or f"{EVAL}loss"
-    learned, held_out = curves(history.learned), curves(history.held_out)
-    tables = {
-        step: read_samples(path).drop(TEXTS, strict=False)
-        for step, path in folder.evaluations().items()
-    }
-    warnings = find_warnings(Measurements(learned, held_out, tables))
+    ending, first = read_ending(folder), history.sets[0]
+    best = settings["train.best"] or f"{prefix_of(first)}loss"
+    learned = curves(history.learned)
+    held_out = {name: curves(history.held_out, prefix_of(name)) for name in history.sets}
+    tables: dict[str, dict[int, pl.DataFrame]] = {}  # by set and step
+    for step, path in folder.evaluations().items():
+        for name, table in by_set(read_samples(path).drop(TEXTS, strict=False)).items():
+            tables.setdefault(name, {})[step] = table
+    warnings = find_warnings(Measurements(learned, held_out[first], tables.get(first, {})))
 
-    # The table of held-out completions.
-    completions, note = "", ""
-    if tables:
-        step, last = max(tables), tables[max(tables)]
-        completions = completion_charts(tables)
+    # The tables of held-out completions.
+    completions = []
+    for name, of_set in tables.items():
+        step, last = max(of_set), of_set[max(of_set)]
         note = (
             f"{counted(len(last), 'completions')} of the first held-out rows of the cache, whose "
             f"order is random, after step {step:,}."
@@ -120,6 +124,8 @@ def write_report(root: Path) -> dict[str, str]:
             note += " A log-ratio is log(policy / reference), summed over a completion."
         if REWARD in last.columns:
             note += " A reward is the value that the method's loss compares."
+        title = f"Held-out completions{f' of {name}' if name else ''}"
+        completions.append(Section(title, figures=completion_charts(of_set), note=note))
 
     answers = []
     for one in read_answers(folder.answers).iter_rows(named=True):
@@ -143,7 +149,7 @@ def write_report(root: Path) -> dict[str, str]:
                 table=before_and_after(history.measured(ending.model_step if ending else None)),
             ),
             Section("Learning", figures=curves_of(LEARNING, learned, held_out, best)),
-            Section("Held-out completions", figures=completions, note=note),
+            *completions,
             Section(
                 "Training rows",
                 facts=_row_facts(folder),
@@ -159,7 +165,7 @@ def write_report(root: Path) -> dict[str, str]:
             Section("Settings", facts=used, is_folded=True),
             Section(
                 "Speed, memory and more",
-                figures=curves_of(further(learned, held_out), learned, held_out, best),
+                figures=curves_of(further(learned, *held_out.values()), learned, held_out, best),
                 is_folded=True,
             ),
         ],
@@ -175,13 +181,13 @@ def write_report(root: Path) -> dict[str, str]:
 def before_and_after(measured: Measured) -> list[list[str]]:
     """A table of the first and last values of the main metrics."""
     is_held_out = measured.rows == "held out"
-    prefix = EVAL if is_held_out else ""
     rows = []
-    for name in SUMMARIZED:
-        moments = [one.get(f"{prefix}{name}") for one in (measured.before, measured.after)]
+    for of_set, name in itertools.product(measured.sets, SUMMARIZED):
+        metric = f"{prefix_of(of_set)}{name}" if is_held_out else name
+        moments = [one.get(metric) for one in (measured.before, measured.after)]
         figures = ["-" if one is None else f"{one:z.4f}" for one in moments]
         if moments[0] is not None:
-            rows.append([name, *figures])
+            rows.append([metric.removeprefix(EVAL), *figures])
     head = ["held-out rows", "before", "after"]
     if not is_held_out:
         head = ["training steps", "first", "last"]

@@ -26,11 +26,13 @@ from ...stages.storage.cache import Cache
 from ...stages.storage.locations import is_remote
 from ...stages.storage.run.run_folder import RunFolder, run_folder_of
 from ...stages.tracking.metrics_log import Callback
+from ...stages.train.patience import best_of_sets
 from ...stages.train.together import StopConditions
 from ..jobs.object_inputs import cache_at, local_model
 from ..options.first_checks import asked_objective
 from ..options.settings import Settings
 from ..plan.cache_checks import (
+    held_out_caches,
     read_spec_of,
     require_logps,
     require_own_samples,
@@ -69,7 +71,7 @@ class Run:
     read_spec: ReadSpec
     cache: Cache
     manifest: Manifest
-    held_out: tuple[Cache, Manifest] | None  # another cache to evaluate on
+    held_out: dict[str, tuple[Cache, Manifest]]  # other caches to evaluate on, by name
     begins_as: ModelOptions  # the model from which the policy starts
     folder: RunFolder
     remote: RunRemote | None  # where the folder is uploaded
@@ -153,12 +155,11 @@ def check(settings: Settings, callbacks: Iterable[Callback] = ()) -> Run:
     stage = zero_stage(train, policy)
     require_packable(train, config.lora, stage)
     require_compilable(config, stage)
-    held_out = None
-    if train.eval_cache:
-        folder = cache_at(train.eval_cache)
-        held_out = (folder, folder.manifest())
-        require_same_making(manifest, held_out[1], train.eval_cache)
-    for folder, made in ((cache, manifest), *([held_out] if held_out else [])):
+    held_out = held_out_caches(train)
+    for name, path in train.eval_caches:
+        require_same_making(manifest, held_out[name][1], path)
+    train = replace(train, best=best_of_sets(train.best, [*held_out]))
+    for folder, made in ((cache, manifest), *held_out.values()):
         require_logps(objective, folder, made)
         may_differ = train.other_sampling
         require_own_samples(objective, folder.root, made.sampling, may_differ=may_differ)
@@ -167,7 +168,7 @@ def check(settings: Settings, callbacks: Iterable[Callback] = ()) -> Run:
     require_same_text(manifest, policy.path, config.tokens, given)
     return Run(
         settings=settings,
-        config=config,
+        config=replace(config, train=train),
         asked=objective,
         objective=objective,
         read_spec=read_spec,

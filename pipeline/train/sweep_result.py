@@ -11,7 +11,7 @@ from ...stages.report.charts import Series, chart
 from ...stages.report.page import Section, render_page
 from ...stages.report.text_tables import duration, grid
 from ...stages.storage.run.run_folder import RunFolder
-from ...stages.tracking.metrics_log import EVAL
+from ...stages.tracking.metrics_log import prefix_of
 from .run_history import Measured, curves, read_history
 
 PAGE = "sweep.html"
@@ -57,15 +57,16 @@ class Trial:
 
     def row(self) -> list[str]:
         """Its row of the table."""
-        prefix = EVAL if self.measured.rows == "held out" else ""
+        measured = self.measured
+        prefix = prefix_of(measured.sets[0]) if measured.rows == "held out" else ""
         values = [
             moment.get(f"{prefix}{name}")
             for name in FIGURES.values()
-            for moment in (self.measured.before, self.measured.after)
+            for moment in (measured.before, measured.after)
         ]
         figures = ["-" if value is None else f"{value:z.4f}" for value in values]
         took = duration(self.seconds) if self.seconds else "-"
-        return [self.name, self.ending, self.measured.rows or "-", *figures, took]
+        return [self.name, self.ending, measured.rows or "-", *figures, took]
 
 
 @dataclass
@@ -113,7 +114,7 @@ def page_of(sweep: Sweep) -> str:
 
     def rank(trial: Trial) -> tuple[int, float]:
         found = trial.measured
-        prefix = EVAL if found.rows == "held out" else ""
+        prefix = prefix_of(found.sets[0]) if found.rows == "held out" else ""
         accuracy = found.after.get(f"{prefix}rewards/accuracies", 0.0)
         return ["held out", "training", ""].index(found.rows), -accuracy
 
@@ -127,7 +128,10 @@ def page_of(sweep: Sweep) -> str:
     # In each chart the dots of all runs are drawn over the lines of all runs.
     histories = {name: read_history(folders[name].metrics) for name in started[:MOST_DRAWN]}
     learned = {name: curves(history.learned) for name, history in histories.items()}
-    held_out = {name: curves(history.held_out) for name, history in histories.items()}
+    held_out = {
+        name: curves(history.held_out, prefix_of(history.sets[0]))
+        for name, history in histories.items()
+    }
     figures = []
     for title, metric in CHARTS.items():
         lines = [

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...schemas.batches import MicroBatch, StepBatch
+from ...schemas.batches import EvalSample, MicroBatch, StepBatch
 from ...schemas.checkpoint import RunStatus, State
 from ...schemas.errors import Interrupted, MemoryLimitError, NonFiniteError, log_failure
 from ...schemas.methods import Mean
@@ -24,7 +24,7 @@ from ...stages.engine.distributed import (
 from ...stages.methods.objective import LOSS
 from ...stages.model.library_errors import is_out_of_memory
 from ...stages.storage.run.checkpoints import best_metric
-from ...stages.tracking.metrics_log import EVAL
+from ...stages.tracking.metrics_log import EVAL, prefix_of
 from ...stages.tracking.progress import Progress
 from ...stages.train.evaluation import (
     EvalSamples,
@@ -225,7 +225,7 @@ def evaluated(run: Run, state: State) -> tuple[State, RunStatus | None]:
     A stop or an error drops the evaluation; after an error the state is saved without it.
     """
     is_due = state.step == 0 or run.is_due(state.step, run.config.train.eval_every)
-    if state.evaluated or not is_due or not run.feed.has_held_out:
+    if state.evaluated or not is_due or not run.feed.eval_rows:
         return state, None
     try:
         while True:
@@ -244,23 +244,27 @@ def evaluated(run: Run, state: State) -> tuple[State, RunStatus | None]:
 
 
 def measure(run: Run, state: State) -> tuple[State, RunStatus | None]:
-    """Runs all held-out rows as one step of the loss, without an update, and records it."""
-    options = run.config.train
-    samples = EvalSamples(most_rows=options.eval_table, keeps_ids=options.eval_text)
-    if needs_pre_pass(run.objective):
-        with held_out(run) as batches:
-            step = whole_step(run.engine, run.objective, batches, run.feed.held_out_size())
+    """Runs each held-out set as one step of the loss, without an update, and records it."""
+    options, engine, objective = run.config.train, run.engine, run.objective
+    metrics, samples = dict[str, float](), list[EvalSample]()
+    for name in run.feed.held_out_sources:
+        some = EvalSamples(name, most_rows=options.eval_table, keeps_ids=options.eval_text)
+        size = run.feed.held_out_size(name)
+        if needs_pre_pass(objective):
+            with held_out(run, name) as batches:
+                step = whole_step(engine, objective, batches, size)
+            if batches.ending:
+                return state, batches.ending
+        else:
+            step = whole_step(engine, objective, (), size)
+        with held_out(run, name) as batches:
+            means = means_of_held_out(
+                engine, objective, batches, step=step, state=state.methods, samples=some
+            )
         if batches.ending:
             return state, batches.ending
-    else:
-        step = whole_step(run.engine, run.objective, (), run.feed.held_out_size())
-    with held_out(run) as batches:
-        means = means_of_held_out(
-            run.engine, run.objective, batches, step=step, state=state.methods, samples=samples
-        )
-    if batches.ending:
-        return state, batches.ending
-    metrics = {f"{EVAL}{name}": value for name, value in means.items()}
+        metrics |= {f"{prefix_of(name)}{metric}": value for metric, value in means.items()}
+        samples += some.gather(run.world)
     best = state.best
     if best_metric(options.best).metric.startswith(EVAL):
         agreed = gathered(run.world, metrics)[0]  # rank 0's numbers, for all ranks
@@ -269,15 +273,15 @@ def measure(run: Run, state: State) -> tuple[State, RunStatus | None]:
     state = replace(
         state, evaluated=True, metrics={**state.metrics, **known}, best=best, fits=run.fits
     )
-    run.records.evaluated(state, metrics, samples.gather(run.world))
+    run.records.evaluated(state, metrics, samples)
     run.meter.restart()  # the evaluation's time counts for no step
     return state, None
 
 
 @contextmanager
-def held_out(run: Run) -> Iterator[Together]:
-    """The batches of the held-out rows."""
-    with run.feed.held_out() as stream:
+def held_out(run: Run, name: str) -> Iterator[Together]:
+    """The batches of a held-out set."""
+    with run.feed.held_out(name) as stream:
         yield Together(run.engine, fitting(run, stream), run.meter, run.stop)
 
 

@@ -8,7 +8,7 @@ a large budget, the micro-batch is the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -46,7 +46,7 @@ class CacheFeed:
     """The batches of training rows, and of evaluation rows, held out or from another cache."""
 
     source: TrainSource
-    held_out_source: TrainSource
+    held_out_sources: Mapping[str, TrainSource]  # by the name of the set; one has none
     settings: FeedSettings
 
     @property
@@ -64,13 +64,13 @@ class CacheFeed:
         return rows_seen(steps, self.source.train.rows_per_epoch, self.settings.batch_size)
 
     @property
-    def has_held_out(self) -> bool:
-        """Whether there are rows to evaluate on."""
-        return self.held_out_source.eval_rows > 0
+    def eval_rows(self) -> int:
+        """The number of rows to evaluate on."""
+        return sum(source.eval_rows for source in self.held_out_sources.values())
 
-    def held_out_size(self) -> StepSize:
-        """The size of an evaluation over all ranks."""
-        return evaluation_pass(self.held_out_source.held_out, self.settings).size()
+    def held_out_size(self, name: str = "") -> StepSize:
+        """The size of an evaluation on a set over all ranks."""
+        return evaluation_pass(self.held_out_sources[name].held_out, self.settings).size()
 
     def steps(self, done: int) -> Steps:
         """This rank's batches from step `done` to the end of the last epoch."""
@@ -80,9 +80,9 @@ class CacheFeed:
         passes = (training_pass(table, settings, epoch=epoch) for epoch in epochs)
         return _streamed(self.source, passes, first, settings.world.rank)
 
-    def held_out(self) -> Steps:
-        """This rank's batches of the held-out rows, the same each time."""
-        source, settings = self.held_out_source, self.settings
+    def held_out(self, name: str = "") -> Steps:
+        """This rank's batches of the rows of a held-out set, the same each time."""
+        source, settings = self.held_out_sources[name], self.settings
         passes = [evaluation_pass(source.held_out, settings)]
         return _streamed(source, passes, 0, settings.world.rank)
 

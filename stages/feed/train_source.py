@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -131,6 +131,15 @@ def open_source(
     )
     _require_rows(source, missing)
     return source
+
+
+def held_out_sources(
+    source: TrainSource, caches: Mapping[str, tuple[Cache, Manifest]]
+) -> dict[str, TrainSource]:
+    """The held-out rows by the name of their set: of other caches, or of the source's own."""
+    spec = replace(source.spec, eval_fraction=1.0, file_weights={})
+    found = {name: open_source(*one, spec, source.columns) for name, one in caches.items()}
+    return found or {"": source}
 
 
 def _file_weights(manifest: Manifest, spec: ReadSpec) -> tuple[float, ...]:

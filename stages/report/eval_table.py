@@ -1,10 +1,10 @@
 """The files on held-out completions: `evaluations/step-<n>.csv` and `answers.jsonl`.
 
-A table has one line per completion. `row` is the number of the row as the method reads it, and
-`row_id` the id of the stored row; rows of one prompt share a `prompt_key`. `log_ratio` is
-log(policy / reference), and `reward` the value that the loss compares. A reward model has a score
-instead of log-probs. There is no log-ratio if the method adds tokens to the prompt that the
-reference never saw.
+A table has one line per completion. `set` is the held-out set, if there are several. `row` is the
+number of the row as the method reads it, and `row_id` the id of the stored row; rows of one prompt
+share a `prompt_key`. `log_ratio` is log(policy / reference), and `reward` the value that the loss
+compares. A reward model has a score instead of log-probs. There is no log-ratio if the method adds
+tokens to the prompt that the reference never saw.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Kind = Literal["log-ratios", "log-probs", "scores"]
 
 NAMES = ("row", "row_id", "prompt_key", "role", "tokens")
 TEXTS = ("prompt", "completion")
-REWARD = "reward"
+SET, REWARD = "set", "reward"
 GOOD, BAD = ("chosen", "desirable"), ("rejected", "undesirable")
 # The columns of each kind; the report's charts show the last one.
 COLUMNS: dict[Kind, tuple[str, ...]] = {
@@ -55,6 +55,8 @@ def evaluation_csv(samples: Sequence[EvalSample], kind: Kind, *, decode: Decode 
     }
     if any(one.reward is not None for one in samples):
         columns[REWARD] = pl.Series([one.reward for one in samples], dtype=pl.Float64)
+    if any(one.set for one in samples):
+        columns = {SET: [one.set for one in samples], **columns}
     if decode:  # train.eval_text is set, so the samples have token ids
         prompts = [one.prompt for one in samples if one.prompt is not None]
         completions = [one.completion for one in samples if one.completion is not None]
@@ -67,7 +69,7 @@ def read_samples(path: Path) -> pl.DataFrame:
     """The table in a file that `evaluation_csv` wrote."""
     numbers = {REWARD, *(name for names in COLUMNS.values() for name in names)}
     kinds = {
-        **dict.fromkeys(("row_id", "prompt_key", "role", *TEXTS), pl.String),
+        **dict.fromkeys((SET, "row_id", "prompt_key", "role", *TEXTS), pl.String),
         **dict.fromkeys(("row", "tokens"), pl.Int64),
         **dict.fromkeys(numbers, pl.Float64),
     }
@@ -80,6 +82,13 @@ def read_samples(path: Path) -> pl.DataFrame:
     if any(samples.drop(TEXTS, strict=False).null_count().row(0)):
         raise _damaged(path, "a value is missing")
     return samples
+
+
+def by_set(samples: pl.DataFrame) -> dict[str, pl.DataFrame]:
+    """The table of each held-out set, the first set first; the only set has no name."""
+    if SET not in samples.columns:
+        return {"": samples}
+    return {str(table.item(0, SET)): table for table in samples.partition_by(SET)}
 
 
 def kind_of(columns: Collection[str]) -> Kind | None:

@@ -29,38 +29,46 @@ SPEED = {
     "Padding, share of tokens": ("padding",),
 }
 LEFT_OUT = {"epoch", "tokens", "speed/rows_per_second", "step_applied"}
+COLORS = 8  # of the page
 LINEAR = {"lr", "padding", "rewards/accuracies", "rewards/ties"}  # never on a log axis
 
 
-def further(learned: Curves, held_out: Curves) -> dict[str, Sequence[str]]:
+def further(*curves: Curves) -> dict[str, Sequence[str]]:
     """The charts of speed, memory and a method's other metrics, by title."""
     known = {name for names in (*LEARNING.values(), *SPEED.values()) for name in names}
-    others = sorted({*learned, *held_out} - known - LEFT_OUT)
+    others = sorted({name for one in curves for name in one} - known - LEFT_OUT)
     return {**SPEED, **{name: (name,) for name in others}}
 
 
 def curves_of(
-    charts: Mapping[str, Sequence[str]], learned: Curves, held_out: Curves, best: str
+    charts: Mapping[str, Sequence[str]],
+    learned: Curves,
+    held_out: Mapping[str, Curves],
+    best: str,
 ) -> str:
-    """The charts with these titles and metrics, each for training steps and held-out rows.
+    """The charts with these titles and metrics, each for training steps and held-out sets.
 
     A ring marks the best evaluation by `best`, a metric as in train.best.
     """
     figures = []
     for title, metrics in charts.items():
         series: list[Series] = []
-        there = [name for name in metrics if name in learned or name in held_out]
+        every = (learned, *held_out.values())
+        there = [name for name in metrics if any(name in one for one in every)]
         for index, name in enumerate(there):
             short = name.rpartition("/")[2] if len(there) > 1 else ""
-            of_rows = f"{short}, held out" if short else "held out"
             series.append(Series(short or "train", learned.get(name, ()), f"c{index}"))
-            series.append(Series(of_rows, held_out.get(name, ()), f"c{index}", form="dots"))
-            values = {int(step): value for step, value in held_out.get(name, ())}
-            # With two values, one of them is from before training.
-            if best_metric(best).metric == f"eval/{name}" and len(values) > 2:
-                step = best_first(values, best)[0]
-                mark = f"best: {plain(values[step])} at step {step:,}"
-                series.append(Series(mark, [(step, values[step])], f"c{index}", form="ring"))
+            for number, (of_set, curves) in enumerate(held_out.items()):
+                color = f"c{(index + number * len(there)) % COLORS}"
+                of_rows = ", ".join(filter(None, (short, of_set or "held out")))
+                series.append(Series(of_rows, curves.get(name, ()), color, form="dots"))
+                values = {int(step): value for step, value in curves.get(name, ())}
+                metric = f"eval/{of_set}/{name}" if of_set else f"eval/{name}"
+                # With two values, one of them is from before training.
+                if best_metric(best).metric == metric and len(values) > 2:
+                    step = best_first(values, best)[0]
+                    mark = f"best: {plain(values[step])} at step {step:,}"
+                    series.append(Series(mark, [(step, values[step])], color, form="ring"))
         is_linear = not LINEAR.isdisjoint(there)
         figures.append(chart(title, series, x_label="step", may_be_log=not is_linear))
     return "".join(figures)

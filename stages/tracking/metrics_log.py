@@ -46,6 +46,11 @@ class MetricsLine(NamedTuple):
         return any(name.startswith(EVAL) for name in self.metrics)
 
 
+def prefix_of(name: str) -> str:
+    """The prefix of the metrics of a held-out set; the only set has no name."""
+    return f"{EVAL}{name}/" if name else EVAL
+
+
 class MetricsLog:
     """Appends lines to metrics.jsonl, unbuffered."""
 

@@ -42,7 +42,8 @@ TRAINING_KIND = "custom_model_development"
 
 ANSWERS, EVALUATIONS = "answers.jsonl", "evaluations"
 FIRST_COLUMNS = ("prompt", "before", "after")  # of answers, to compare them side by side
-TEXTS = {"row_id", "prompt_key", "role", "prompt", "completion"}  # text columns of evaluations
+# Text columns of evaluations.
+TEXTS = {"set", "row_id", "prompt_key", "role", "prompt", "completion"}
 
 
 class MlflowTracker(Tracker):
@@ -285,10 +286,11 @@ class MlflowTracker(Tracker):
         """
         inputs = run.inputs.dataset_inputs if run.inputs else []
         by_context = {tag.value: one.dataset for one in inputs for tag in one.tags}
-        data = by_context.get("evaluation") or by_context.get("training")
-        of_data = (data.name, data.digest) if data else (None, None)
+        usual = by_context.get("evaluation") or by_context.get("training")
         make, found = self._entities.Metric, []
         for key in sorted(name for name in run.data.metrics if name.startswith(EVAL)):
+            data = by_context.get(f"evaluation {key.split('/')[1]}", usual)
+            of_data = (data.name, data.digest) if data else (None, None)
             for point in self.client.get_metric_history(self._run_id, key):
                 if point.step == step:
                     values = (key, point.value, point.timestamp, step, model_id)

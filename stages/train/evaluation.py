@@ -1,4 +1,4 @@
-"""Evaluation: all held-out rows are one step of the loss, without an update.
+"""Evaluation: all rows of a held-out set are one step of the loss, without an update.
 
 Before the first training step, the policy's log-probs are compared with the cache's.
 """
@@ -92,7 +92,8 @@ def _joined(values: list[Tensor]) -> Tensor:
 class EvalSamples:
     """The completions of the first rows of an evaluation, the same on any number of ranks."""
 
-    def __init__(self, *, most_rows: int, keeps_ids: bool) -> None:
+    def __init__(self, name: str = "", *, most_rows: int, keeps_ids: bool) -> None:
+        self._set = name
         self.most_rows = most_rows
         self._keeps_ids = keeps_ids
         # Each with its own index in the evaluation, and its row's first completion's index.
@@ -123,6 +124,7 @@ class EvalSamples:
                     reward=next(found),
                     prompt=tree.prompt.copy() if self._keeps_ids else None,
                     completion=completion.copy() if self._keeps_ids else None,
+                    set=self._set,
                 )
                 self._seen.append((indices[at], first, sample))
                 at += 1

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ...schemas.checkpoint import Best
 from ...schemas.errors import UsageError, closest, did_you_mean
 from ...schemas.train_options import TrainOptions
 from ..storage.run.checkpoints import best_metric
-from ..tracking.metrics_log import EVAL
+from ..tracking.metrics_log import EVAL, prefix_of
+
+
+def best_of_sets(best: str, names: Sequence[str]) -> str:
+    """train.best with the name of its held-out set, the first unless it names one, and a sign.
+
+    Without the sign, a set named "errors" would make the lowest value the best.
+    """
+    target = best_metric(best)
+    if len(names) < 2 or not target.metric.startswith(EVAL):
+        return best
+    metric = target.metric.removeprefix(EVAL)
+    first, _, rest = metric.partition("/")
+    name, metric = (first, rest) if rest and first in names else (names[0], metric)
+    is_lowest = target.is_lowest if best[0] in "+-" else best_metric(metric).is_lowest
+    return f"{'-' if is_lowest else '+'}{prefix_of(name)}{metric}"
 
 
 def with_evaluation(

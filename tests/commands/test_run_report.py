@@ -228,10 +228,11 @@ def test_two_runs_are_compared_by_the_rows_that_both_were_measured_on(whole_run,
     first = with_margins(whole_run, tmp_path / "a", {"x": -1.0, "y": 1.0, "z": 1.0})
     second = with_margins(whole_run, tmp_path / "b", {"x": 1.0, "y": -1.0, "z": 2.0})
     diff = diff_runs(first, second)
-    assert (diff.found.gained, diff.found.lost, diff.found.correct_in_both) == (("x",), ("y",), 1)
+    found = diff.sets[""]
+    assert (found.gained, found.lost, found.correct_in_both) == (("x",), ("y",), 1)
     for said in ("3 held-out rows", "A: y", "B: x", str(first)):
         assert said in diff.text()
-    assert diff_runs(first, second, step=3).found.gained == ()
+    assert diff_runs(first, second, step=3).sets[""].gained == ()
     with refuses(UsageError, "0, 3, 6"):
         diff_runs(first, second, step=5)
     # Rewards of another beta are another measure: then log-ratios are compared.
@@ -240,7 +241,7 @@ def test_two_runs_are_compared_by_the_rows_that_both_were_measured_on(whole_run,
     config.write_text(config.read_text().replace("method: {}\n", "method:\n  beta: 0.5\n"))
     other = diff_runs(first, second)
     assert "log_ratio" in other.measure
-    assert other.found.accuracy.first != diff.found.accuracy.first
+    assert other.sets[""].accuracy.first != found.accuracy.first
     for table in RunFolder(second).evaluations().values():
         table.unlink()
     with refuses(UsageError, "eval-fraction"):

@@ -101,6 +101,25 @@ def test_a_text_that_looks_like_something_else_is_written_so_that_it_stays_one(t
     assert load().config.data.carry == [text]
 
 
+def test_caches_to_evaluate_on_are_named_by_their_folders_or_by_hand(here):
+    def caches(text, *sets):
+        write(f"train:\n  eval_cache: {text}\n", "sub/align.yaml")
+        return load_settings({}, sets, file=Path("sub/align.yaml")).config.train.eval_caches
+
+    (here / "sub").mkdir()
+    assert caches("''") == caches("[]") == []
+    assert caches("one") == caches("[one]") == caches("[name=one]") == [("", "sub/one")]
+    found = [("one", "sub/one"), ("b", "sub/a/two"), ("x_y.z", "s3://bucket/x y.z")]
+    assert caches("[one, b=a/two, 's3://bucket/x y.z']") == found
+    assert caches("[a, c]", "train.eval_cache=[x=b, ./y=c]") == [("x", "b"), ("y_c", "./y=c")]
+    config = load(**{"train.eval_cache": ["a", "b=/c"]}).config
+    assert as_absolute(config)["train.eval_cache"] == [str(here / "a"), "b=/c"]
+    require_effect(load(**{"train.eval_cache": ["a/c", "b/d"]}))
+    for twice in (["a/c", "b/c"], ["c", "c=d"]):
+        with refuses(UsageError, "train.eval_cache", "c", "--eval-cache"):
+            require_effect(load(**{"train.eval_cache": twice}))
+
+
 def test_memory_may_be_a_number_of_bytes():
     write("train:\n  memory: 24000000000\n")
     for config in (load().config, load("train.memory=24000000000").config):

@@ -171,7 +171,7 @@ def test_failing_runs_are_reported_and_the_others_made(journey, own_uri, tmp_pat
 
     good = [folder / one["run"] for one in rows[::2]]
     ahead, (sentence, *_) = ranking({run.name: RunFolder(run) for run in good})
-    found = diff_runs(*good).found.accuracy
+    found = diff_runs(*good).sets[""].accuracy
     assert ahead in sentence
     assert ahead == good[found.second > found.first].name
     page = (folder / "sweep.html").read_text()

@@ -131,7 +131,7 @@ def feed_of(job, objective, source, *, pads):
         tokens_per_batch=200,
         pads=pads,
     )
-    return CacheFeed(source, source, settings)
+    return CacheFeed(source, {"": source}, settings)
 
 
 def step_on(device, cache, method, layout, loaded):

@@ -172,13 +172,13 @@ def _called(real, name, before, after):
 def _counted(real, before):
     @wraps(real)
     @contextmanager
-    def held_out(feed):
+    def held_out(feed, *name):
         def batches(stream):
             for batch in stream:
                 before(Op("held_out", Path("held_out")))
                 yield batch
 
-        with real(feed) as stream:
+        with real(feed, *name) as stream:
             yield batches(stream)
 
     return held_out

@@ -126,4 +126,4 @@ def opened(cache, *, check=Cache.check, **changed):
 
 def feed_of(source, **changed):
     """The feed of one rank, evaluated on its own held-out rows."""
-    return CacheFeed(source, source, settings_of(**changed))
+    return CacheFeed(source, {"": source}, settings_of(**changed))

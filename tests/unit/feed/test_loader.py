@@ -234,7 +234,7 @@ def test_held_out_rows_are_met_in_one_order_and_never_trained_on(mixed):
     readable = [own[0][0] for own, _ in expected_rows(mixed, "labelled", PLAIN)]
     assert passes[0] == passes[1] == [row for row in readable if row not in trained]
     assert len(passes[0]) == source.eval_rows > 20
-    assert not feed_of(opened(mixed)).has_held_out
+    assert not feed_of(opened(mixed)).eval_rows
 
 
 def prefetching():

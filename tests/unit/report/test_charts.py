@@ -133,11 +133,15 @@ def test_the_best_of_enough_evaluations_has_a_ring():
         ("loss", "+eval/loss", (0, 0.7)),
         ("rewards/accuracies", "eval/rewards/accuracies", (9, 0.9)),
     ):
-        figure = Drawn(curves_of({"title": (metric,)}, {}, held_out, best))
+        figure = Drawn(curves_of({"title": (metric,)}, {}, {"": held_out}, best))
         assert figure.dots("ring") == near([ring])
     for name in ("loss", "eval/rewards/accuracies"):
-        assert not Drawn(curves_of({"title": ("loss",)}, {}, held_out, name)).dots("ring")
-    assert not Drawn(curves_of(LEARNING, {}, {"loss": losses[:2]}, "eval/loss")).dots("ring")
+        assert not Drawn(curves_of({"title": ("loss",)}, {}, {"": held_out}, name)).dots("ring")
+    assert not Drawn(curves_of(LEARNING, {}, {"": {"loss": losses[:2]}}, "eval/loss")).dots("ring")
+    both = {"a": {"loss": losses}, "b": {"loss": accuracies}}
+    figure = Drawn(curves_of({"title": ("loss",)}, {}, both, "-eval/b/loss"))
+    assert figure.dots("ring") == near([accuracies[0]])
+    assert figure.dots("dots") == near([*losses, *accuracies])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,13 @@ import pytest
 from align.schemas.batches import EvalSample
 from align.schemas.errors import CorruptionError
 from align.schemas.rows import Role
-from align.stages.report.eval_table import evaluation_csv, kind_of, read_answers, read_samples
+from align.stages.report.eval_table import (
+    by_set,
+    evaluation_csv,
+    kind_of,
+    read_answers,
+    read_samples,
+)
 from align.stages.report.run_curves import completion_charts, margins_of
 from support.refusals import refuses
 
@@ -51,6 +57,14 @@ def test_it_is_read_back_as_it_was(table_of):
         (1, "rejected", 2, -3.25, -3.25, 0.0, 0.0),
     ]
     assert table["row_id"].to_list() == [one.row_id for one in PAIRS]
+
+
+def test_the_completions_of_several_sets_are_in_one_table(table_of):
+    assert [*by_set(table_of(PAIRS))] == [""]
+    both = [replace(one, set="2024" if one.row else "0") for one in PAIRS[::-1]]
+    sets = by_set(table_of(both))
+    found = {name: table["logp"].to_list() for name, table in sets.items()}
+    assert [*found.items()] == [("2024", [-3.25, -3.0]), ("0", [-6.5, -1.25])]
 
 
 @pytest.mark.parametrize(

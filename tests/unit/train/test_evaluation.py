@@ -39,7 +39,7 @@ KINDS = (*OPTIONS, "bco", "aot", "ppo", "reward")
 def measured(training_world, moved):
     """What a method measures on held-out rows, cut to batches of so many."""
 
-    def measure(cache, method, sizes, *, options=None, **settings):
+    def measure(cache, method, sizes, *, options=None, names=("",), **settings):
         folder = getattr(training_world, cache)
         with joined_world() as world:
             how = {"model": str(moved), "other_reference": True, **HELD_OUT, **settings}
@@ -51,8 +51,11 @@ def measured(training_world, moved):
                 session.feed = replace(feed, settings=cut)
                 evaluated(session, replace(START, methods=STATE))
             session.feed = feed
-            with session.feed.held_out() as batches:
-                rows = [row for batch in batches for micro in batch.own for row in micro.row_ids]
+            rows = []
+            for name in names:
+                with session.feed.held_out(name) as batches:
+                    micros = [micro for batch in batches for micro in batch.own]
+                rows += [row for micro in micros for row in micro.row_ids]
         return [metrics for _, metrics in recorded.evaluations], recorded.samples, rows
 
     return measure
@@ -134,6 +137,22 @@ def test_kto_is_measured_from_one_reference_point_of_all_held_out_rows(measured,
     pairs = [ratios[place : place + 4] for place in range(0, len(ratios), 4)]
     clamped = mean([max(0.0, mean(few)) for few in pairs])
     assert abs(clamped - z) > 0.02  # so that batches of two rows would give another mean
+
+
+def test_each_of_several_sets_has_its_own_reference_point(measured, training_world):
+    how = {"eval_fraction": 0.0}
+    caches = {"a": training_world.pairs, "b": training_world.everything}
+    both = [f"{name}={cache}" for name, cache in caches.items()]
+    (found,), samples, _ = measured("pairs", "kto", (64,), eval_cache=both, names=caches, **how)
+    for name, cache in caches.items():
+        (alone,), own, _ = measured("pairs", "kto", (64,), eval_cache=str(cache), **how)
+        prefix = f"eval/{name}/"
+        assert {one: value for one, value in found.items() if one.startswith(prefix)} == {
+            f"{prefix}{one.removeprefix('eval/')}": value for one, value in alone.items()
+        }
+        assert [one for one in samples[0] if one.set == name] == [
+            replace(one, set=name) for one in own[0]
+        ]
 
 
 def test_bco_is_measured_from_the_mean_that_training_left(measured, oracle):

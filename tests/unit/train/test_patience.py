@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from align.schemas.checkpoint import Best
 from align.schemas.train_options import TrainOptions
-from align.stages.train.patience import why_over, with_evaluation
+from align.stages.train.patience import best_of_sets, why_over, with_evaluation
 
 LOSS = {"best": "eval/loss", "patience": 2}
 
@@ -43,6 +43,27 @@ def ends_at(values, **settings):
 )
 def test_so_many_evaluations_in_a_row_that_are_no_better_end_it(settings, values, end):
     assert ends_at(values, **settings) == end
+
+
+@pytest.mark.parametrize(
+    ("best", "names", "expected"),
+    [
+        ("eval/loss", [""], "eval/loss"),
+        ("eval/loss", [], "eval/loss"),
+        ("", ["a", "b"], ""),
+        ("loss", ["a", "b"], "loss"),
+        ("eval/loss", ["a", "b"], "-eval/a/loss"),
+        ("eval/b/loss", ["a", "b"], "-eval/b/loss"),
+        ("+eval/b/loss", ["a", "b"], "+eval/b/loss"),
+        ("-eval/b/loss", ["a", "b"], "-eval/b/loss"),
+        ("eval/rewards/accuracies", ["a", "b"], "+eval/a/rewards/accuracies"),
+        # Of metrics with these names the lowest value is the best; of sets it is not.
+        ("eval/errors/rewards/accuracies", ["a", "errors"], "+eval/errors/rewards/accuracies"),
+        ("eval/loss", ["loss", "b"], "-eval/loss/loss"),
+    ],
+)
+def test_the_best_of_several_sets_is_of_the_first_unless_it_names_one(best, names, expected):
+    assert best_of_sets(best, names) == expected
 
 
 def first_end(values, patience):
