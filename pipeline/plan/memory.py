@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import psutil
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from ...schemas.batches import World
 from ...schemas.config import Config, ModelOptions
@@ -301,7 +301,7 @@ def _measure(
     train: TrainOptions, lora: LoraOptions, facts: PlanFacts, row: RowShape
 ) -> MeasuredPolicy:
     scores = facts.objective.head == "score"
-    kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    kind: Any = AutoModelForSequenceClassification if scores else None
     with untraced():
         model = prepare_for_training(empty_model(facts.policy, facts.dtype, kind), train, lora)
     inner = causal_model(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from ...schemas.errors import UsageError, closest, did_you_mean
 from ...schemas.train_options import LoraOptions
 from .library_errors import as_usage_error, in_short
 from .model_folder import adapter_tensors, require_adapter
-from .transformers_compat import is_reward_model, quiet
+from .transformers_compat import is_composite, is_reward_model, quiet
 
 
 def with_adapter(model: Any, folder: str) -> Any:
@@ -95,31 +96,42 @@ def merged(model: Any) -> nn.Module:
     return plain
 
 
-def _named_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, Any]:
+def _named_targets(model: Any, targets: Sequence[str]) -> dict[str, Any]:
     """peft's target arguments: layers by the end of their names, and single parameters.
 
-    A mixture of experts may keep all experts of a layer in one parameter.
+    A mixture of experts may keep all experts of a layer in one parameter. A composite has a pattern
+    for its language model alone: towers have layers of the same names, where the adapter is loaded.
     """
-    if not targets:
+    if not targets and not is_composite(model):
         return {"target_modules": "all-linear"}
     layers = [name for name, _ in model.named_modules()]
     parameters = [name for name, _ in model.named_parameters()]
     of_none = [one for one in targets if not _is_end(one, layers) and _is_end(one, parameters)]
-    found: dict[str, Any] = {"target_modules": [one for one in targets if one not in of_none]}
+    ends = [one for one in targets or _linear_layers(model.get_decoder()) if one not in of_none]
+    found: dict[str, Any] = {"target_modules": ends}
+    if is_composite(model):
+        decoder = next(name for name, one in model.named_modules() if one is model.get_decoder())
+        pattern = "|".join(map(re.escape, ends))
+        found = {"target_modules": rf"{re.escape(decoder)}\.(.*\.)?({pattern})"}
     return found | ({"target_parameters": of_none} if of_none else {})
+
+
+def _linear_layers(model: Any) -> list[str]:
+    """The names that linear layers have in their modules, without the output layer's."""
+    head = model.get_output_embeddings()
+    kinds = {name: type(one).__name__ for name, one in model.named_modules() if one is not head}
+    linear = [name for name, kind in kinds.items() if "Linear" in kind or kind == "Conv1D"]
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
 
 
 def _instead_of(targets: Sequence[str], model: Any) -> str:
     """For targets that the model lacks, the closest linear layers, or all if none is close."""
-    modules = dict(model.named_modules())
-    known = [*modules, *(name for name, _ in model.named_parameters())]
+    named = (*model.named_modules(), *model.named_parameters())
+    known = [name for name, _ in named]
     unknown = [one for one in targets if not _is_end(one, known)]
     if not unknown:
         return ""
-    head = model.get_output_embeddings()
-    kinds = {name: type(one).__name__ for name, one in modules.items() if one is not head}
-    linear = [name for name, kind in kinds.items() if "Linear" in kind or kind == "Conv1D"]
-    layers = dict.fromkeys(name.rpartition(".")[2] for name in linear)
+    layers = _linear_layers(model)
     near = [name for one in unknown for name in closest(one.rpartition(".")[2], layers)]
     return did_you_mean(dict.fromkeys(near)) or f" Its linear layers are {', '.join(layers)}."
 
@@ -130,7 +142,8 @@ def _require_all_adapted(adapted: Any, targets: Sequence[str], instead: str) -> 
         return
     (settings,) = adapted.peft_config.values()
     # peft renames targets where transformers has merged several stored weights.
-    wanted = [*settings.target_modules, *(settings.target_parameters or ())]
+    layers = targets if isinstance(settings.target_modules, str) else settings.target_modules
+    wanted = {*layers, *(settings.target_parameters or ())}
     names = _adapted_names(adapted)
     if missing := sorted(one for one in wanted if not _is_end(one, names)):
         raise UsageError(

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from ...schemas.config import ModelOptions
 from ...schemas.errors import UsageError
 from .adapters import with_adapter
 from .library_errors import as_usage_error
 from .model_folder import CONFIG, model_config, require_own_weights, stored_dtype
-from .transformers_compat import quiet, supports_sdpa
+from .transformers_compat import drop_towers, quiet, supports_sdpa, text_kind
 
 _public: Any = transformers  # its stub names few of its classes
 
@@ -38,6 +38,7 @@ class Resolved:
     dtype: str
     attention: str
     device: str  # cpu or cuda
+    kind: Any  # transformers' auto class of the language model
     hidden_size: int
     context: int | None  # most tokens of a text; None: no bound
 
@@ -47,8 +48,11 @@ def load_causal_lm(options: ModelOptions) -> nn.Module:
     return load_model(options).eval().requires_grad_(False)
 
 
-def load_model(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> nn.Module:
-    """The model on its device, with its adapter active."""
+def load_model(options: ModelOptions, kind: Any = None) -> nn.Module:
+    """The model on its device, with its adapter active.
+
+    `kind` is the auto class of models that score; without it, a language model is loaded.
+    """
     resolved = resolve(options)
     with quiet():
         model, _ = from_folder(options, resolved, kind)
@@ -60,7 +64,7 @@ def load_model(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> nn.Mo
     return loaded
 
 
-def load_in_4_bits(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> nn.Module:
+def load_in_4_bits(options: ModelOptions, kind: Any = None) -> nn.Module:
     """The model with every linear layer except its head in NF4, with quantized scales.
 
     https://arxiv.org/abs/2305.14314
@@ -90,7 +94,7 @@ def load_in_4_bits(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> n
     return packed
 
 
-def unused_weights(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> list[str]:
+def unused_weights(options: ModelOptions, kind: Any = None) -> list[str]:
     """Names of stored tensors that the model does not use; refused unless allowed.
 
     No tensor is read. Quantized weights are checked when they are loaded.
@@ -131,6 +135,7 @@ def resolve(options: ModelOptions) -> Resolved:
         dtype=dtype,
         attention=best if options.attention == "auto" else options.attention,
         device=chosen_device(options),
+        kind=text_kind(config),
         hidden_size=int(of_text.hidden_size),
         context=getattr(of_text, "max_position_embeddings", None),
     )
@@ -147,9 +152,11 @@ def empty_model(options: ModelOptions, dtype: str, kind: Any) -> nn.Module:
     settings, file = require_own_weights(options.path), Path(options.path) / CONFIG
     cannot = f"{file}: no model can be built from it"
     with quiet(), torch.device("meta"), as_usage_error(cannot, OTHER_CONFIG):
-        empty: nn.Module = kind.from_config(
-            _config(options, settings), dtype=DTYPES[dtype], trust_remote_code=False
+        config = _config(options, settings)
+        empty: nn.Module = (kind or text_kind(config)).from_config(
+            config, dtype=DTYPES[dtype], trust_remote_code=False
         )
+        drop_towers(empty)
     return empty
 
 
@@ -172,7 +179,7 @@ def _config(options: ModelOptions, settings: dict[str, Any]) -> Any:
 def from_folder(
     options: ModelOptions, resolved: Resolved, kind: Any, packing: Mapping[str, Any] | None = None
 ) -> tuple[Any, list[str]]:
-    """The folder's model, loaded by transformers, and the names of tensors it does not use."""
+    """The folder's model without towers for images, and the names of tensors it does not use."""
     # cuDNN plans each new batch shape on the CPU. With changing lengths, that took three quarters
     # of a training step on an H100; torch has other kernels.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -184,7 +191,7 @@ def from_folder(
     remedy = "Check the folder, model.device_map and model.dtype."
     try:
         with as_usage_error(cannot, remedy):
-            model, report = kind.from_pretrained(
+            model, report = (kind or resolved.kind).from_pretrained(
                 options.path,
                 dtype=DTYPES[resolved.dtype],
                 attn_implementation=resolved.attention,
@@ -199,7 +206,11 @@ def from_folder(
     finally:
         if names_device:
             os.environ.pop("DS_ACCELERATOR", None)
-    return model, _require_all_taken(options, report)
+    unused = _require_all_taken(options, report)
+    # Quantized weights are saved as they are in memory, with the tower's.
+    if "quantization_config" not in model_config(options.path):
+        drop_towers(model)
+    return model, unused
 
 
 def _unpacking(folder: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ...schemas.rows import Tree
 from .copies import on_device
 from .flex_attention import FLEX, flex_masks, padded_to_blocks
 from .fused_head import LogpHead, fused_rows, output_head
-from .transformers_compat import attention_of
+from .transformers_compat import attention_of, quiet
 from .tree_attention import (
     PAD,
     PIECES,
@@ -210,7 +210,8 @@ def _use_attention(model: Any, path: ScoringPath) -> None:
     if attention_of(model) == wanted:
         return
     model.replaced_attention = own
-    model.set_attn_implementation(wanted)
+    with quiet():  # transformers warns that a composite has no tower to change
+        model.set_attn_implementation(wanted)
     if attention_of(model) != wanted:
         raise ValueError("its attention cannot be replaced")
 

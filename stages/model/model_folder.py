@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -251,16 +251,23 @@ def adapter_tensors(folder: Path) -> list[StoredTensor]:
 
 def tensor_sha256(tensor: StoredTensor) -> str:
     """Digest of a tensor's raw bytes."""
-    digest, left = hashlib.sha256(), tensor.num_bytes
+    digest = hashlib.sha256()
+    for block in stored_bytes(tensor):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def stored_bytes(tensor: StoredTensor) -> Iterator[bytes]:
+    """A tensor's raw bytes, in blocks."""
+    left = tensor.num_bytes
     with tensor.file.open("rb") as stream:
         stream.seek(tensor.start)
         while left > 0:
             block = stream.read(min(READ_BYTES, left))
             if not block:
                 raise UsageError(f"{tensor.file}: the file is truncated. Copy it again.")
-            digest.update(block)
+            yield block
             left -= len(block)
-    return digest.hexdigest()
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from ...schemas.config import ModelOptions
 from ...schemas.errors import UsageError
@@ -34,7 +34,7 @@ SCORE_VERSION = "score-1 float32"
 class HfReference:
     """The reference in a Hugging Face model folder, with or without a PEFT adapter."""
 
-    _kind: Any = AutoModelForCausalLM
+    _kind: Any = None  # a language model
 
     def __init__(self, options: ModelOptions, remember: Remember = digest_anew) -> None:
         self.options = options

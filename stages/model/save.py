@@ -6,13 +6,12 @@ import json
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from safetensors.torch import save, save_file
+from safetensors.torch import save
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ...schemas.config import ModelOptions
 from .adapters import merged, with_adapter
@@ -23,6 +22,7 @@ from .model_folder import (
     StoredTensor,
     model_config,
     model_tensors,
+    stored_bytes,
     tensors_of,
     text_settings,
 )
@@ -41,6 +41,7 @@ COMPANIONS = (
     "chat_template*",
     "generation_config.json",
     "*processor_config.json",
+    "tekken.json",
     "LICENSE*",
 )
 
@@ -132,12 +133,8 @@ def _untouched(model: Any, others: set[str], source: Path) -> list[StoredTensor]
 
 def _add_shard(tensors: Sequence[StoredTensor], target: Path) -> None:
     """Adds a shard with a copy of stored tensors, and writes an index of all shards."""
-    copies = {}
-    for tensor in tensors:
-        with safe_open(tensor.file, "pt") as file:
-            copies[tensor.name] = file.get_tensor(tensor.name)
     shards = [*sorted(target.glob("model*.safetensors")), target / "untouched.safetensors"]
-    save_file(copies, shards[-1], metadata={"format": "pt"})
+    _copy_tensors(tensors, shards[-1])
     index: dict[str, Any] = {"metadata": {"total_size": 0}, "weight_map": {}}
     for number, shard in enumerate(shards, start=1):
         path = target / f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -148,15 +145,30 @@ def _add_shard(tensors: Sequence[StoredTensor], target: Path) -> None:
     (target / INDEX).write_text(f"{json.dumps(index, indent=2)}\n", encoding="utf-8")
 
 
+def _copy_tensors(tensors: Sequence[StoredTensor], path: Path) -> None:
+    """Writes stored tensors as a safetensors file, block by block: a tower may be large."""
+    # The widest types first, as safetensors writes them, so that each starts at a multiple of its.
+    tensors = sorted(tensors, key=lambda one: -(one.num_bytes // max(1, prod(one.shape))))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + tensor.num_bytes
+        entry = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (begin, end)}
+        header[tensor.name] = entry
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            file.writelines(stored_bytes(tensor))
+
+
 def _write_config(config: dict[str, Any], target: Path, model: Any) -> None:
     """Writes the source's config, because training changes the one in memory."""
     config.pop("torch_dtype", None)
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     if is_reward_model(model):
-        # The text part of a composite may have a class of its own.
-        kinds: Any = AutoModelForSequenceClassification._model_mapping
-        kind = kinds.get(type(AutoConfig.for_model(config["model_type"])), type(model))
-        config["architectures"] = [kind.__name__]
+        config["architectures"] = [type(model).__name__]
         config |= {name: getattr(model.config, name) for name in ("id2label", "label2id")}
         padding = model.config.get_text_config(decoder=True).pad_token_id
         config.get("text_config", config)["pad_token_id"] = padding

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AutoModelForCausalLM
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from ...schemas.config import ModelOptions
@@ -32,7 +31,7 @@ TRAINED_WHOLE = ("modules_to_save", "trainable_token_indices", "target_parameter
 
 def load_sharded(
     options: ModelOptions,
-    kind: Any = AutoModelForCausalLM,
+    kind: Any = None,
     *,
     config: Mapping[str, Any],
     together: Callable[[Callable[[], Any]], Any],
@@ -45,10 +44,13 @@ def load_sharded(
     if reason := _why_whole(options):
         logger.warning("%s is loaded on every rank, then sharded: %s", options.path, reason)
         return merged(together(lambda: load_model(options, kind)))
-    ties = together(lambda: _ties_heads(options, kind))
+    empty = together(lambda: _empty(options, kind))
+    ties = together(lambda: _ties_heads(options, empty))
     with quiet(), _partitioning(config):
         untied = {} if ties else {"tie_word_embeddings": False}
         model, _ = from_folder(options, resolve(options), kind, untied)
+    # The names to save under: here transformers keeps renamings that apply to no stored tensor.
+    model._weight_conversions = empty._weight_conversions
     if is_reward_model(model) and isinstance(getattr(model, "score", None), nn.Linear):
         _unshard(model.score)
     if not options.adapter:
@@ -71,13 +73,14 @@ def _why_whole(options: ModelOptions) -> str:
     return f"its adapter has {', '.join(trained)}." if trained else ""
 
 
-def _ties_heads(options: ModelOptions, kind: Any) -> bool:
-    """Whether heads can be tied: no two of them are stored with different values.
-
-    Refuses stored tensors that are missing, unused or of another shape.
-    """
+def _empty(options: ModelOptions, kind: Any) -> Any:
+    """The model without weights; refuses stored tensors that are missing, unused or misshapen."""
     with quiet():
-        empty, _ = from_folder(nowhere(options), resolve(options), kind)
+        return from_folder(nowhere(options), resolve(options), kind)[0]
+
+
+def _ties_heads(options: ModelOptions, empty: Any) -> bool:
+    """Whether heads can be tied: no two of them are stored with different values."""
     stored = {tensor.name: tensor for tensor in model_tensors(Path(options.path))}
     names = stored_names(empty, stored)
     for pair in empty.all_tied_weights_keys.items():

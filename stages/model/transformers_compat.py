@@ -31,6 +31,8 @@ finally:
 
 AttentionInterface: Any = modeling_utils.AttentionInterface
 SCORES = "ForSequenceClassification"  # how transformers names models that score texts
+# Parts of Gemma 3n beside its language model that get every token.
+CALLED_FOR_TEXT = frozenset({"embed_vision", "embed_audio"})
 
 # More than one process needs for its models, dtypes and kinds of gradients. Beyond its own limit of
 # 8, torch leaves a function uncompiled, or refuses it.
@@ -93,11 +95,26 @@ def attention_of(model: Any) -> str:
     return name or "eager"
 
 
+def text_kind(config: Any) -> Any:
+    """transformers' auto class of a language model: the one that has the class of config.json.
+
+    Many composites also have a class of their text part alone. It names layers otherwise: an
+    adapter that was made with one of the two does not load with the other.
+    """
+    causal: Any = modeling_auto.AutoModelForCausalLM
+    composite: Any = modeling_auto.AutoModelForImageTextToText
+    found = composite._model_mapping.get(type(config), None)
+    if found is None or config.is_encoder_decoder:
+        return causal
+    alone = causal._model_mapping.get(type(config), None)
+    named = config.architectures or [found.__name__]
+    return causal if alone and alone.__name__ in named else composite
+
+
 def supports_sdpa(config: Any) -> bool:
-    """Whether the causal model of a config has sdpa; raises any type if there is no such model."""
-    mapping: Any = modeling_auto.AutoModelForCausalLM._model_mapping
+    """Whether the language model of a config has sdpa; raises any type if there is none."""
     get: Any = auto_factory._get_model_class
-    supported: bool = get(config, mapping)._supports_sdpa
+    supported: bool = get(config, text_kind(config)._model_mapping)._supports_sdpa
     return supported
 
 
@@ -129,7 +146,7 @@ def recompute_activations(
 
 def routers_of(model: Any) -> list[nn.Module]:
     """The routers of a mixture of experts, in layer order; empty for other models."""
-    inner = getattr(model, "base_model", model)
+    inner = model.get_decoder() if hasattr(model, "get_decoder") else model
     records: Any = getattr(inner, "_can_record_outputs", None) or {}
     named = records.get("router_logits", [])
     kinds = [
@@ -172,12 +189,40 @@ def is_compiled(model: Any) -> bool:
     return any(layer._compiled_call_impl is not None for layer in decoder_layers(model))
 
 
+def is_composite(model: Any) -> bool:
+    """Whether a model has other parts, such as a vision tower, beside its language model."""
+    return model.config.get_text_config(decoder=True) is not model.config
+
+
+def drop_towers(model: Any) -> None:
+    """Removes the parts of a composite that a pass over text does not call; None stands there."""
+    if is_composite(model):
+        _drop_others(model, set(_text_parts(model)))
+
+
+def _drop_others(owner: nn.Module, kept: set[nn.Module]) -> None:
+    for name, _ in list(owner.named_parameters(recurse=False)):
+        setattr(owner, name, None)
+    for name, child in list(owner.named_children()):
+        if child in kept or name in CALLED_FOR_TEXT:
+            continue
+        if kept.isdisjoint(child.modules()):
+            setattr(owner, name, None)
+        else:
+            _drop_others(child, kept)
+
+
+def _text_parts(model: Any) -> list[nn.Module]:
+    """The language model of a composite, and its head for tokens or scores."""
+    parts = (model.get_decoder(), model.get_output_embeddings(), getattr(model, "score", None))
+    return [part for part in parts if part is not None]
+
+
 def beside_text(model: Any) -> set[str]:
     """The tensors of a composite outside its text part: towers and projectors."""
-    if model.config.get_text_config(decoder=True) is model.config:
+    if not is_composite(model):
         return set()
-    parts = (model.get_decoder(), model.get_output_embeddings(), getattr(model, "score", None))
-    states = [part.state_dict(keep_vars=True) for part in parts if part is not None]
+    states = [part.state_dict(keep_vars=True) for part in _text_parts(model)]
     of_text = {id(tensor) for state in states for tensor in state.values()}
     every: dict[str, Tensor] = model.state_dict(keep_vars=True)
     return {name for name, tensor in every.items() if id(tensor) not in of_text}

@@ -6,12 +6,14 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import TrainOptions
 from align.stages.engine.distributed import joined_world
 from align.stages.model.load import load_model, unused_weights
+from support.composites import COMPOSITES, is_text, save_composite
 from support.families import PLAIN_FAMILIES, TREE_FAMILIES, saved_adapter, tiny_model
 from support.refusals import refuses
 from support.sharded_ranks import PRESET, loader_of
@@ -55,6 +57,16 @@ def require_equal(sharded, whole):
     for name, tensor in wanted.items():
         assert own[name].dtype == tensor.dtype
         assert torch.equal(own[name], tensor), name
+
+
+@pytest.mark.parametrize("family", COMPOSITES)
+def test_a_language_model_is_loaded_in_parts_without_its_vision_tower(
+    family, load_sharded, tokenizer_folder, tmp_path
+):
+    save_composite(tmp_path, family, AutoTokenizer.from_pretrained(tokenizer_folder))
+    sharded = load_sharded(options_of(tmp_path))
+    assert all(is_text(name) for name, _ in sharded.named_parameters())
+    require_equal(sharded, load_model(options_of(tmp_path, dtype="float32")))
 
 
 # What is stored otherwise than it is held: heads that are tied, layers joined, experts merged.
