@@ -21,7 +21,9 @@ Threshold: TypeAlias = Literal["mean", "median"] | float
 
 def as_list(value: Any) -> Any:
     """A text as a list of one; an empty text as an empty list."""
-    return list(filter(None, [value])) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [value] if value else []
+    return value
 
 
 # A list of paths, each written PATH or NAME=PATH; a text is one of them.
