@@ -12,6 +12,7 @@ import pytest
 
 from support.command import refusal
 
+DEEP = "/".join(["a-folder"] * 16)
 # Words that a command begins with; of the others, the exit code and names in the message.
 TABLE = {
     "precompute-ref --no-mlflow --output out": {
@@ -23,6 +24,7 @@ TABLE = {
         "pair.jsonl --model model --map prompt": "2 --map prompt:",
         "pair.jsonl --model model --map chosn=chosen": "2 'chosn' 'chosen' --map",
         "nope.parquet --model model": "2 nope.parquet",
+        f"{DEEP}/nope.parquet --model model": f"2 {DEEP}/nope.parquet",
         "cut.parquet --model model": "2 cut.parquet",
         "broken.parquet --model model": "3 broken.parquet",
         "pairs.parquet --model bare": "2 bare model.safetensors",
@@ -74,6 +76,7 @@ TABLE = {
         "--eval-fraction 0.1 --set train.eval_cache=x": "2 train.eval_cache train.eval_fraction",
         "--lora --set lora.dropout=0.3": "2 lora.dropout 0.3 train.dropout",
         "--method sft --set train.row_margins=true": "2 train.row_margins sft",
+        "--method sft --set train.desirable_share=0.5": "2 train.desirable_share sft",
         "--method grpo --set train.row_margins=true": "2 train.row_margins grpo",
         "--method kto --set train.label_threshold=.inf": "2 train.label_threshold inf",
         "--method csft --set method.good_token=x --set method.bad_token=x": (

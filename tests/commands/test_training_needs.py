@@ -138,13 +138,13 @@ def test_only_grpo_and_ppo_refuse_samples_that_the_reference_did_not_draw(scored
     assert told(scored_groups, "dpo") == ""
 
 
-def test_rows_past_the_last_position_are_refused(training_world, tmp_path):
-    def ending_at(last, method):
+def test_rows_past_the_last_position_are_refused(training_world, scored_groups, tmp_path):
+    def ending_at(last, method, cache=training_world.pairs, **settings):
         """The longest row of a policy with so many positions."""
         folder = shutil.copytree(training_world.model, tmp_path / str(last), dirs_exist_ok=True)
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": last}))
-        job = job_of(training_world.pairs, method, model=str(folder), other_reference=True)
+        job = job_of(cache, method, model=str(folder), other_reference=True, **settings)
         with joined_world() as world:
             return session_of(job, world).source.longest
 
@@ -156,6 +156,10 @@ def test_rows_past_the_last_position_are_refused(training_world, tmp_path):
         ending_at(own - 1, "dpo")
     with refuses(UsageError, f"{every} tokens"):
         ending_at(every - 1, "kto")  # of a mismatched completion
+    evaluated = {"eval_cache": str(training_world.pairs)}
+    assert ending_at(own, "dpo", scored_groups, **evaluated) < own - 1
+    with refuses(UsageError, f"{own} tokens"):
+        ending_at(own - 1, "dpo", scored_groups, **evaluated)
     control = ending_at(own + 100, "csft") - own
     with refuses(UsageError, f"{control} of them", "csft", "--max-length"):
         ending_at(own, "csft")

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from align.pipeline.train import checkpoint
+from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions
 from align.stages.engine.distributed import joined_world
 from align.stages.model.policy import Policy
 from align.stages.storage.run.checkpoints import read_checkpoint
+from align.stages.storage.run.run_folder import RunFolder, read_ending
 from support.command import align, success
 from support.refusals import require_names
 from support.training_world import job_of, learn, session_of
@@ -120,12 +122,21 @@ def test_a_resumed_run_keeps_to_what_fits(training_world, tmp_path, scarce):
 def test_three_failed_checkpoints_in_a_row_end_a_run(training_world, tmp_path, monkeypatch):
     lacks = iter(["no room", "no room", "", "no room", "no room", "no room"])
     monkeypatch.setattr(checkpoint, "lack_of_space", lambda *_: next(lacks))
-    words = ("--cache", training_world.pairs, "--output", tmp_path / "run", "--method", "dpo")
+    run = tmp_path / "run"
+    words = ("--cache", training_world.pairs, "--output", run, "--method", "dpo")
     often = ("--batch-size", 1, "--max-steps", 9, "--set", "train.save_every=1", "--no-mlflow")
     ended = align("train", *words, *often)
     assert ended.code == 74, ended
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    lines = (run / "metrics.jsonl").read_text().splitlines()
     assert failures(lines) == [1, 2, 4, 5, 6]
+
+    def refusing(*_):
+        raise UsageError("no")
+
+    # A run that fails before its next step ends where it resumes.
+    monkeypatch.setattr(Policy, "forward", refusing)
+    assert align("train", *words, *often, "--resume", "auto").code == 2
+    assert read_ending(RunFolder(run)).step == 3
 
 
 def test_an_evaluation_is_synced_before_its_checkpoint(training_world, tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from align.stages.methods.objective import resolve_weights
 from align.stages.methods.table import METHODS, objective_of, options_of
 from support.method_steps import (
     BY_NAME,
+    IN_USE,
     LABELS,
     MISMATCHED,
     MPO,
@@ -145,6 +146,17 @@ def test_each_part_sees_and_remembers_its_own_only():
     taken = take_objective(objective, whole, state={"bco": (3.0, 0.5)})
     assert taken.state.keys() == {"bco"}
     assert taken.state["bco"][0] == 11.0
+
+
+def test_a_first_pass_sees_what_the_loss_sees():
+    """The sorted ratios of a single pair are those of the pair, as dpo compares them."""
+    pair = random_completions("paired", 1)
+    for modifier in METHODS["aot_unpaired"].modifiers:
+        alone, whole = (
+            take(METHODS[name], pair, modifiers=IN_USE[modifier]).loss
+            for name in ("aot_unpaired", "dpo")
+        )
+        assert alone == pytest.approx(whole, rel=1e-12), modifier
 
 
 KTO = METHODS["kto"]

@@ -109,6 +109,16 @@ def micro_batches(*some):
     )
 
 
+def test_the_time_until_a_batch_is_read_is_measured(clock):
+    def slowly():
+        clock.now += 2
+        yield SimpleNamespace(own=(), mismatched=())
+
+    meter = Meter(pads=False)
+    next(Together(ALONE, slowly(), meter, StopConditions()))
+    assert values_of(meter.lap(rows=1))["speed/data_wait_seconds"] == 2
+
+
 @pytest.mark.parametrize(("pads", "padding"), [(False, 0.0), (True, 1 - 22 / 27)])
 def test_padding_is_the_share_of_tokens_that_fill_up_micro_batches(pads, padding):
     meter = Meter(pads=pads)
