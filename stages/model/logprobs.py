@@ -17,6 +17,7 @@ from ...schemas.rows import Tree
 from .copies import on_device
 from .flex_attention import FLEX, flex_masks, padded_to_blocks
 from .fused_head import LogpHead, fused_rows, output_head
+from .prompt_once import prompts_once
 from .transformers_compat import attention_of, quiet
 from .tree_attention import (
     PAD,
@@ -37,12 +38,13 @@ EXACT_ELEMENTS = 1 << 26  # most logits in memory in the exact head, unless a tr
 class ScoringPath:
     """The attention layout and the head for scoring a model."""
 
-    layout: Literal["flex", "packed", "tree", "plain"]
+    layout: Literal["flex", "packed", "tree", "once", "plain"]  # once: without a gradient
     head: Literal["fused", "exact", "score"]
 
     def __str__(self) -> str:
         """The path in words, for the log."""
-        return f"{self.layout} rows with the {self.head} head"
+        rows = "prompts run once" if self.layout == "once" else f"{self.layout} rows"
+        return f"{rows} with the {self.head} head"
 
     @property
     def packs(self) -> bool:
@@ -117,6 +119,8 @@ def last_states(inner: Any, batch: TreeBatch, path: ScoringPath) -> Tensor:
 def tree_logps(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> Tensor:
     """Log p of every completion token, in as many passes as the path needs: (T,) float32."""
     device = input_device(model)
+    if path.layout == "once":
+        return _logps_of_prompts_once(model, trees, path)
     max_tokens = len(trees) * max(tree.num_tokens for tree in trees)
     if device.type == "cpu":
         max_tokens = min(max_tokens, CPU_TOKENS)
@@ -125,6 +129,22 @@ def tree_logps(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> Te
         max_tokens = min(max_tokens, EXACT_ELEMENTS // vocabulary)
     groups = groups_within(path.rows(trees), max_tokens, packed=path.packs)
     return torch.cat([branch_logps(model, path.batch(group, device), path) for group in groups])
+
+
+def _logps_of_prompts_once(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> Tensor:
+    inner, device = causal_model(model), input_device(model)
+    _use_attention(inner, path)
+    tokens = sum(tree.num_tokens for tree in trees)
+    at_once = min(tokens, CPU_TOKENS) if device.type == "cpu" else tokens
+    branches = [branch for tree in trees for branch in tree.branches]
+    found: dict[int, Tensor] = {}
+    passes = prompts_once(inner.get_decoder(), trees, device, at_once=at_once, kept=tokens)
+    for indices, states in passes:
+        targets = np.concatenate([branches[index] for index in indices]).astype(np.int64)
+        logps = head_rows(inner, states, on_device(targets, device), collision_logps=False)[0]
+        parts = torch.split(logps, [len(branches[index]) for index in indices])
+        found.update(zip(indices, parts, strict=True))
+    return torch.cat([found[index] for index in range(len(branches))])
 
 
 def tree_scores(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> Tensor:

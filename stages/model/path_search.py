@@ -43,7 +43,8 @@ from .logprobs import (
     tree_logps,
     tree_scores,
 )
-from .transformers_compat import is_reward_model
+from .prompt_once import require_carried_states
+from .transformers_compat import is_reward_model, missing_kernels
 from .tree_attention import single_branches
 
 logger = logging.getLogger("align")
@@ -53,11 +54,14 @@ PATHS = (
     ScoringPath("flex", "fused"),
     ScoringPath("packed", "fused"),
     ScoringPath("tree", "fused"),
+    ScoringPath("once", "fused"),
     ScoringPath("plain", "fused"),
     ScoringPath("tree", "exact"),
 )
 BASELINE = ScoringPath("plain", "exact")
-OF_SCORES = tuple(replace(path, head="score") for path in PATHS if path.head == "fused")
+OF_SCORES = tuple(
+    replace(path, head="score") for path in PATHS if path.head == "fused" and path.layout != "once"
+)
 # float32: nats per completion. Half precision: mean nats per token of a tree.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 
@@ -87,22 +91,36 @@ ANY_PATH = PathOptions()
 
 
 def choose_path(
-    model: nn.Module, agree: Agree = bool, options: PathOptions = ANY_PATH
+    model: nn.Module,
+    agree: Agree = bool,
+    options: PathOptions = ANY_PATH,
+    *,
+    learns: bool = True,
 ) -> ScoringPath:
     """The fastest path that agrees with the model's own numbers on seeded rows.
 
     Ranks that share a model try the same paths, and a path must agree on all of them. The log
-    gives the reasons against faster paths.
+    gives the reasons against faster paths. A model that learns runs no prompt apart.
     """
     inner: Any = causal_model(model)
     trees = probe_trees(inner.config)
+    is_on_cpu = input_device(model).type != "cuda"
+    if missing := missing_kernels(inner):
+        logger.log(
+            logging.INFO if is_on_cpu else logging.WARNING,
+            "torch's own code runs the model's recurrent layers. Install %s for faster kernels on "
+            "a GPU.",
+            " and ".join(missing),
+        )
     scores = is_reward_model(inner)
     refused: list[str] = []
     found = _scores_of(model, trees) if scores else _logps_of(model, trees, agree, refused)
     paths, difference, allowed = found
     for path in paths_for(paths, model):
-        if options.compile and path.layout == "packed":
+        if options.compile and path.layout in {"packed", "once"}:
             continue  # a compiler would need the lengths in each batch
+        if learns and path.layout == "once":
+            continue
         off = math.inf
         why = options.no_flex if path.layout == "flex" else ""
         if not why:
@@ -122,7 +140,6 @@ def choose_path(
         path = BASELINE
     if refused:
         # On a CPU, trees with a dense mask are normal; only some models allow packing.
-        is_on_cpu = input_device(model).type != "cuda"
         is_fast = path.layout != "plain" and path.head != "exact" and is_on_cpu
         logger.log(
             logging.INFO if is_fast else logging.WARNING,
@@ -149,6 +166,8 @@ def _logps_of(
         refused.append(f"the fused head: {why}")
 
     def difference(path: ScoringPath) -> float:
+        if path.layout == "once":
+            require_carried_states(causal_model(model).get_decoder(), trees, input_device(model))
         return _difference(tree_logps(model, trees, path), expected[path.head], trees, dtype)
 
     return [path for path in PATHS if path.head in expected], difference, TOLERANCE[dtype]

@@ -138,14 +138,14 @@ class TreeScorer:
         self.options = options
         self._files = files
         with torch.inference_mode():
-            self.path = choose_path(model, options=options)
+            self.path = choose_path(model, options=options, learns=False)
         if options.compile:
             compile_layers(causal_model(model))
 
     @property
     def pads(self) -> bool:
-        """Whether each tree is padded to the longest of its batch; packed trees are not."""
-        return not self.path.packs
+        """Whether each tree is padded to the longest of its batch."""
+        return not self.path.packs and self.path.layout != "once"
 
     def describe(self) -> Mapping[str, str]:
         """The layout, head and layers that the probe chose, and on a CPU the number of threads."""

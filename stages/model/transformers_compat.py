@@ -6,7 +6,9 @@ every model 36 MiB. They are imported here as if scipy were not installed.
 
 from __future__ import annotations
 
+import inspect
 import logging
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -25,11 +27,14 @@ _is_scipy_available = _utils.is_scipy_available
 _utils.is_scipy_available = lambda: False
 try:
     from transformers import conversion_mapping, core_model_loading, modeling_utils
+    from transformers.integrations import hub_kernels
     from transformers.models.auto import auto_factory, modeling_auto
 finally:
     _utils.is_scipy_available = _is_scipy_available
 
 AttentionInterface: Any = modeling_utils.AttentionInterface
+# It names a missing package once for each function; the probe names all in one line.
+logging.getLogger(hub_kernels.__name__).setLevel(logging.ERROR)
 SCORES = "ForSequenceClassification"  # how transformers names models that score texts
 # Parts of Gemma 3n beside its language model that get every token.
 CALLED_FOR_TEXT = frozenset({"embed_vision", "embed_audio"})
@@ -155,6 +160,19 @@ def routers_of(model: Any) -> list[nn.Module]:
     classes = tuple(kind for kind in kinds if isinstance(kind, type))
     modules: list[nn.Module] = list(model.modules())
     return [module for module in modules if isinstance(module, classes)]
+
+
+def missing_kernels(model: Any) -> list[str]:
+    """Packages for want of which torch's own code runs convolutions and recurrences of a model."""
+    if not any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        return []
+    found = set[str]()
+    for function in vars(sys.modules[type(model.get_decoder()).__module__]).values():
+        closed = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+        if closed.get("is_new_implementation") is False:  # transformers' choice at its import
+            known: Any = hub_kernels
+            found.add(known._PACKAGE_TO_DISTRIBUTION.get(closed["package"], closed["package"]))
+    return sorted(found)
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
