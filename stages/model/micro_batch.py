@@ -24,7 +24,7 @@ from .cheap_again import cheap_computed_again
 from .fused_head import TILE_ROWS, TILE_VOCABULARY
 from .library_errors import in_short
 from .logprobs import ScoringPath, causal_model, last_states
-from .transformers_compat import AttentionInterface, can_recompute, recompute_activations
+from .transformers_compat import AttentionInterface, can_recompute, quiet, recompute_activations
 from .tree_attention import TreeBatch
 
 FLOAT = 4  # bytes
@@ -111,7 +111,8 @@ def _forward(
         if path.layout == "packed":
             states = last_states(inner, batch, path)
         else:  # a GPU's kernel reads no mask
-            inner.set_attn_implementation(KERNEL)
+            with quiet():  # as in logprobs.py
+                inner.set_attn_implementation(KERNEL)
             ids = {"input_ids": batch.token_ids, "position_ids": batch.positions}
             states = inner.base_model(**ids, use_cache=False).last_hidden_state.flatten(0, 1)
         keep(states[batch.predictors])  # like the head

@@ -36,8 +36,6 @@ AttentionInterface: Any = modeling_utils.AttentionInterface
 # It names a missing package once for each function; the probe names all in one line.
 logging.getLogger(hub_kernels.__name__).setLevel(logging.ERROR)
 SCORES = "ForSequenceClassification"  # how transformers names models that score texts
-# Parts of Gemma 3n beside its language model that get every token.
-CALLED_FOR_TEXT = frozenset({"embed_vision", "embed_audio"})
 
 # More than one process needs for its models, dtypes and kinds of gradients. Beyond its own limit of
 # 8, torch leaves a function uncompiled, or refuses it.
@@ -222,8 +220,8 @@ def _drop_others(owner: nn.Module, kept: set[nn.Module]) -> None:
     for name, _ in list(owner.named_parameters(recurse=False)):
         setattr(owner, name, None)
     for name, child in list(owner.named_children()):
-        if child in kept or name in CALLED_FOR_TEXT:
-            continue
+        if child in kept or hasattr(child, "vocab_offset"):
+            continue  # Gemma 3n gives every token to these embeddings of images and audio too
         if kept.isdisjoint(child.modules()):
             setattr(owner, name, None)
         else:

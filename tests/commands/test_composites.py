@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from align.pipeline.plan.workload import known_dtype
 from align.schemas.config import ModelOptions
 from align.stages.model.load import load_causal_lm
+from align.stages.model.reward_model import load_reward_model
 from align.stages.model.save import save_whole
 from align.stages.model.transformers_compat import quiet
 from align.stages.storage.tables import TableFolder, read_table
@@ -34,7 +35,7 @@ RUNS = {
     },
     "mistral3": {
         "full": ("--method", "orpo", "--deepspeed", "zero3"),
-        "lora": ("--method", "dpo", "--lora", "--merge"),
+        "lora": ("--method", "dpo", "--lora", "--merge", "--set", "train.memory=8GiB"),
     },
 }
 
@@ -122,6 +123,9 @@ def test_a_saved_folder_holds_every_tensor_and_file_of_its_source(trained):
         heads = {name for name in before if "lm_head" in name}
         assert tensors_of(scorer).keys() == before.keys() - heads | {"score.weight"}
         whole(scorer)
+        scored = load_reward_model(ModelOptions(path=str(scorer)), seed=0)
+        names = {name for name, _ in scored.named_parameters() if not is_text(name)}
+        assert names == {"score.weight"}
 
 
 def test_an_adapter_fits_the_model_that_reads_images_and_gives_what_was_merged(trained):
@@ -152,10 +156,14 @@ def test_a_killed_training_resumes_with_the_same_bits(trained, server):
 def test_a_trained_model_answers_prompts(trained, server, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "What is one and one?"}\n')
-    given = ("--model", trained / "full" / "model", "--output", tmp_path / "samples", "-n", 2)
-    server.success("sample", prompts, *given, "--max-new-tokens", 4, "--no-mlflow")
-    _, table = read_table(TableFolder(tmp_path / "samples", "samples"))
-    assert len(table) == 2
+    models = {
+        "full": ("--model", trained / "full" / "model"),
+        "lora": ("--model", trained / "model", "--adapter", trained / "lora" / "model"),
+    }
+    for name, model in models.items():
+        given = (*model, "--output", tmp_path / name, "-n", 2, "--max-new-tokens", 4)
+        server.success("sample", prompts, *given, "--no-mlflow")
+        assert len(read_table(TableFolder(tmp_path / name, "samples"))[1]) == 2
 
 
 def test_weights_that_were_unpacked_are_saved_as_plain_ones(tmp_path):
