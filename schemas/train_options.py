@@ -238,6 +238,13 @@ class LoraOptions:
     """Training of an adapter instead of the whole policy."""
 
     enabled: bool = Field(default=False, description="train a LoRA adapter by peft")
+    start: Literal["adapter", "merge"] = Field(
+        default="adapter",
+        description=(
+            "of a reference with an adapter: adapter trains that adapter further, on its unchanged "
+            "base; merge trains all weights, with the adapter merged into them"
+        ),
+    )
     rank: int = Field(default=16, ge=1, description="rank of the adapter")
     alpha: float = Field(default=32.0, ge=0, description="scale of the adapter is alpha / rank")
     dropout: float = Field(
@@ -254,3 +261,7 @@ class LoraOptions:
     merge: bool = Field(
         default=False, description="also write the policy with the adapter merged into it"
     )
+
+    def continued(self, adapter: str) -> str:
+        """The folder of the reference's adapter if it is trained further; else empty."""
+        return adapter if self.enabled and self.start == "adapter" else ""

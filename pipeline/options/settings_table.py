@@ -34,8 +34,8 @@ FLAGS = {
     "train": "method cache model output epochs max_steps max_time batch_size tokens_per_batch lr "
     "schedule min_lr warmup weight_decay max_grad_norm seed dtype memory optimizer deepspeed "
     "eval_fraction eval_cache eval_every save_every keep_last resume",
-    "lora": "enabled:--lora rank:--lora-rank alpha:--lora-alpha targets:--lora-target quantize "
-    "merge",
+    "lora": "enabled:--lora start:--lora-start rank:--lora-rank alpha:--lora-alpha "
+    "targets:--lora-target quantize merge",
     "rewards": "model:--reward-model output",
     "server": "url:--server model:--server-model revision concurrency",
     "sample": "output n:-n temperature top_p top_k max_new_tokens seed",
@@ -103,6 +103,7 @@ INSTEAD = {
         "train.output": "rounds.output",
         "train.resume": "",
         "train.other_reference": "rounds.reference",
+        "lora.start": "",
         "sample.output": "rounds.output",
         "sample.answers": "rounds.output",
         "judge.output": "rounds.output",

@@ -303,7 +303,12 @@ def _measure(
     scores = facts.objective.head == "score"
     kind: Any = AutoModelForSequenceClassification if scores else None
     with untraced():
-        model = prepare_for_training(empty_model(facts.policy, facts.dtype, kind), train, lora)
+        model = prepare_for_training(
+            empty_model(facts.policy, facts.dtype, kind),
+            train,
+            lora,
+            lora.continued(facts.policy.adapter),
+        )
     inner = causal_model(model)
     head = None if scores else inner.get_output_embeddings().weight
     layers = [one.weight for one in model.modules() if isinstance(one, nn.Linear)]

@@ -34,7 +34,7 @@ from .memory import (
     measured_policy,
     planned,
 )
-from .setting_checks import learning_rate_note, require_effect
+from .setting_checks import learning_rate_note, require_effect, with_adapters_settings
 from .workload import (
     GivenRows,
     PlannedRows,
@@ -84,10 +84,11 @@ def plan_run(
     config = settings.config
     objective = asked_objective(config)
     require_effect(settings)
-    if config.lora.enabled:
-        require_peft()
     device = "cuda" if is_for_gpu else chosen_device(config.model)
     rows = planned_rows(config, objective, given)
+    config = with_adapters_settings(settings, objective, rows.policy.adapter)
+    if config.lora.enabled:
+        require_peft()
     facts = PlanFacts(
         rows.policy,
         known_dtype(rows.policy.path, config.train.dtype),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from ...schemas.config import Config
 from ...schemas.errors import UsageError
 from ...schemas.train_options import LoraOptions, TrainOptions
 from ...stages.methods.objective import Objective
-from ...stages.model.model_folder import require_bitsandbytes
+from ...stages.model.model_folder import adapter_settings, require_bitsandbytes
 from ...stages.storage.run.checkpoints import best_metric
 from ...stages.tracking.metrics_log import EVAL
 from ..options.settings import Settings
@@ -19,8 +20,6 @@ def require_effect(settings: Settings) -> None:
     train, lora = settings.config.train, settings.config.lora
     if train.cache and settings.origins.get("cache.output") == "--set":
         raise UsageError("cache.output and train.cache are both set. Name the cache once.")
-    if not lora.enabled and (given := [*settings.given("lora")]):
-        raise UsageError(f"{given[0]} is set, but no adapter is trained. Add --lora, or unset it.")
     if lora.dropout and not train.dropout:
         raise UsageError(
             f"lora.dropout is {lora.dropout}, but train.dropout is false, which disables all "
@@ -34,6 +33,45 @@ def require_effect(settings: Settings) -> None:
         raise UsageError("train.checkpoint_offload is on: set train.gradient_checkpointing too.")
     _require_measured(train)
     bytes_of(train.memory, name="train.memory")
+
+
+def with_adapters_settings(settings: Settings, objective: Objective, adapter: str) -> Config:
+    """The settings, with those of the reference's adapter (a folder) if it is trained further.
+
+    Refuses settings of adapters that have no effect, or contradict the adapter. `adapter` is empty
+    if the policy starts from a plain model.
+    """
+    config, given = settings.config, settings.given("lora")
+    lora = config.lora
+    if not adapter:
+        if "lora.start" in given:
+            raise UsageError("lora.start is set, but the policy has no adapter. Unset it.")
+    elif lora.start == "merge" or objective.head == "score" or given.get("lora.enabled") is False:
+        # An adapter of a language model is none of a reward model.
+        if lora.enabled or given.get("lora.start") == "adapter":
+            raise UsageError(
+                f"{objective.name} with lora.start={lora.start} trains all weights, with {adapter} "
+                "merged into them: other programs cannot load a new adapter on top of both. Pass "
+                "--lora-start merge without --lora, or make the cache with a merged model."
+            )
+        lora = replace(lora, start="merge")
+    else:
+        own = adapter_settings(adapter)
+        own["dropout"] *= config.train.dropout  # which is off without train.dropout
+        for name, value in own.items():
+            asked = given.get(f"lora.{name}", value)
+            if name == "targets" and {*asked} == {*value}:
+                continue
+            if asked != value:
+                raise UsageError(
+                    f"lora.{name} is {asked}, but the adapter of the reference, {adapter}, has "
+                    f"{value}, and is trained further. Unset it."
+                )
+        lora = replace(lora, enabled=True, **own)
+    unused = [name for name in given if name not in ("lora.enabled", "lora.start")]
+    if unused and not lora.enabled:
+        raise UsageError(f"{unused[0]} is set, but no adapter is trained. Add --lora, or unset it.")
+    return replace(config, lora=lora)
 
 
 def _require_measured(train: TrainOptions) -> None:

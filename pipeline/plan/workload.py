@@ -193,6 +193,7 @@ def planned_rows(config: Config, objective: Objective, given: GivenRows | None) 
         )
     manifest = cache.manifest()
     path = local_model(config.train.model or manifest.model)
+    adapter = "" if config.train.model else local_model(manifest.adapter)
     read_spec = read_spec_of(objective, config.train, path)
     source = open_source(cache, manifest, read_spec, ShardColumns(unchecked))
     held_out = held_out_sources(source, held_out_caches(config.train))
@@ -203,7 +204,7 @@ def planned_rows(config: Config, objective: Objective, given: GivenRows | None) 
         table=source.train,
         count=source.train.rows_per_epoch,
         held_out=sum(one.eval_rows for one in held_out.values()),
-        policy=replace(config.model, path=path, adapter="", device_map=""),
+        policy=replace(config.model, path=path, adapter=adapter, device_map=""),
         own_tokens=prompts + completions,
         mismatched_tokens=source.num_partners * completions,
         manifest=manifest,

@@ -85,6 +85,7 @@ def open_rounds(settings: Settings) -> Rounds:
         "data.map": {},
         "sample.answers": str(root / "answers" / "samples"),
         "judge.answers": str(root / "answers" / "judgments"),
+        "lora.start": "merge",
         "lora.merge": config.lora.enabled,
         "train.resume": "auto",
     }

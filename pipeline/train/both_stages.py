@@ -12,7 +12,9 @@ from ...schemas.errors import AlignError, UsageError
 from ...stages.engine.launchers import world_apart
 from ...stages.storage.run.run_folder import run_folder_of
 from ...stages.tracking.progress import Progress
+from ..jobs.object_inputs import local_model
 from ..options.settings import Settings
+from ..plan.setting_checks import with_adapters_settings
 from ..precompute.opening import require_model
 from .run_report import Trained
 from .setup import check, check_settings
@@ -33,7 +35,10 @@ def settings_of_both(given: Settings) -> Settings:
             f"on the cache that it makes, {config.cache.output}. Leave train.cache out."
         )
     require_model(config)
-    needs = check_settings(given).needs
+    objective = check_settings(given)
+    needs = objective.needs
+    adapter = "" if train.model else local_model(config.model.adapter)
+    with_adapters_settings(given, objective, adapter)
     if "reference" in needs and not config.cache.scored:
         raise UsageError(
             f"{train.method} needs the reference's log-probs. Set cache.scored to true."

@@ -105,7 +105,8 @@ def load(run: Run, progress: Progress) -> None:
     model = causal_model(policy.model)
     text_config = model.config.get_text_config(decoder=True)
     is_mixture = bool(routers_of(model))
-    if world.rank == 0 and config.lora.enabled and is_mixture and not adapts_experts(policy.model):
+    is_new = config.lora.enabled and not config.lora.continued(run.begins_as.adapter)
+    if world.rank == 0 and is_new and is_mixture and not adapts_experts(policy.model):
         progress.log(
             "The adapter does not change the experts: add their layers to lora.targets, such as "
             "experts.gate_up_proj and experts.down_proj, to train them."
@@ -224,7 +225,8 @@ def _load_policy(run: Run) -> Policy:
         from ...stages.model.sharded_load import load_sharded  # noqa: PLC0415
 
         together = partial(run_on_all_ranks, world)
-        load_weights = partial(load_sharded, config=zero3, together=together)
+        later = run.config.lora.continued(run.begins_as.adapter)
+        load_weights = partial(load_sharded, config=zero3, together=together, later=later)
     with giving_more_blocks_back() if zero3 else nullcontext():
         policy = load_policy(
             run.begins_as,

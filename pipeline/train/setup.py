@@ -45,6 +45,7 @@ from ..plan.setting_checks import (
     require_margins,
     require_packable,
     seconds_of,
+    with_adapters_settings,
 )
 from ..plan.workload import planned_tokens
 
@@ -151,7 +152,9 @@ def check(settings: Settings, callbacks: Iterable[Callback] = ()) -> Run:
             remote.require_new()
     cache = cache_at(train.cache or config.cache.output)
     manifest = cache.manifest()
-    policy = _policy_options(settings, manifest)
+    adapter = "" if train.model else local_model(manifest.adapter)
+    config = with_adapters_settings(settings, objective, adapter)
+    policy = _policy_options(config, manifest, adapter)
     stage = zero_stage(train, policy)
     require_packable(train, config.lora, stage)
     require_compilable(config, stage)
@@ -190,17 +193,11 @@ def zero_stage(train: TrainOptions, policy: ModelOptions) -> int:
     return int(stage_of(engine_config(train, context)))
 
 
-def _policy_options(settings: Settings, manifest: Manifest) -> ModelOptions:
+def _policy_options(config: Config, manifest: Manifest, adapter: str) -> ModelOptions:
     """The named folder, or the cache's reference with its adapter."""
-    config, named = settings.config, settings.config.train.model
-    if config.lora.enabled or manifest.adapter:
+    named = config.train.model
+    if config.lora.enabled or adapter:
         require_peft()
-    if not named and config.lora.enabled and manifest.adapter:
-        raise UsageError(
-            f"The reference is {manifest.model} with the adapter {manifest.adapter}, and other "
-            "programs cannot load a new adapter on top of both. Merge them, and make the cache "
-            "with the merged model."
-        )
     path = local_model(named or manifest.model)
     if not Path(path).is_dir():
         what = "no such model folder" if named else "the cache's reference is missing"
@@ -209,4 +206,4 @@ def _policy_options(settings: Settings, manifest: Manifest) -> ModelOptions:
     if named:
         return options
     lacks = config.model.allow_unused_weights or UNUSED_WEIGHTS in manifest.fingerprint
-    return replace(options, adapter=local_model(manifest.adapter), allow_unused_weights=lacks)
+    return replace(options, adapter=adapter, allow_unused_weights=lacks)

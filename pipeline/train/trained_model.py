@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ...schemas.cache import StopTokens
+from ...schemas.cache import StopTokens, reference_named
 from ...schemas.checkpoint import State
 from ...schemas.errors import CorruptionError, NonFiniteError, UsageError, counted
 from ...stages.engine.deepspeed_state import is_finite
@@ -124,6 +124,7 @@ def _write(run: Run, state: State, weights: Mapping[str, Tensor]) -> None:
 def _card(run: Run, state: State, *, is_adapter: bool) -> str:
     """The model card: the model, method and rows, and their origins."""
     objective, manifest, policy = run.objective, run.manifest, origin_of(run.begins_as.path)
+    began_as = reference_named(policy, origin_of(run.begins_as.adapter))
     is_reward_model = objective.head == "score"
     front = {
         "base_model": inline(policy),
@@ -165,8 +166,8 @@ def _card(run: Run, state: State, *, is_adapter: bool) -> str:
     ended = {"a turn": stops.turn, "a tool call": stops.tool_calls, "plain text": stops.text}
     tables = {
         "Lineage": {
-            "policy before training": policy,
-            "reference": manifest.model,
+            "policy before training": began_as,
+            "reference": reference_named(manifest.model, manifest.adapter),
             "reference weights": manifest.fingerprint["model.weights"],
             "cache": origin_of(str(run.cache.root)),
             "cache id": manifest.root,

@@ -45,8 +45,8 @@ def open_engine(
     first = next((one for one in policy.parameters() if one.requires_grad), None)
     if first is None:
         raise UsageError("the policy has no parameter that learns. Set lora.targets to its layers.")
-    stored = str(first.dtype).removeprefix("torch.")
-    dtype = stored if options.dtype == "auto" else options.dtype
+    # An adapter may learn in float32 on a bfloat16 base, which DeepSpeed then leaves as it is.
+    dtype = str(first.dtype).removeprefix("torch.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = engine_config(options, EngineContext(dtype, hidden_size, world.size, device))
     config = with_adam_for_cpu(config, world)

@@ -17,8 +17,11 @@ from .model_folder import adapter_tensors, require_adapter
 from .transformers_compat import is_composite, is_reward_model, quiet
 
 
-def with_adapter(model: Any, folder: str) -> Any:
-    """The model with a saved, frozen adapter; an adapter of another model is refused."""
+def with_adapter(model: Any, folder: str, *, is_trainable: bool = False) -> Any:
+    """The model with a saved adapter, which alone may learn; one of another model is refused.
+
+    In 16 bits peft loads adapters in float32.
+    """
     require_adapter(folder)
     # Optional, and slow to import.
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict  # noqa: PLC0415
@@ -30,7 +33,7 @@ def with_adapter(model: Any, folder: str) -> Any:
         if kind.is_prompt_learning or getattr(kind, "alora_invocation_tokens", None):
             raise ValueError("adapters of prompt tokens, or after some tokens, are not supported")
         adapted: Any = PeftModel.from_pretrained(
-            model, folder, is_trainable=False, local_files_only=True
+            model, folder, is_trainable=is_trainable, local_files_only=True
         )
     # peft skips tensors that do not fit, and may store a fully trained layer twice.
     wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))

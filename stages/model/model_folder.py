@@ -30,6 +30,8 @@ VOLATILE_CONFIG = frozenset(
 VOLATILE_ADAPTER = frozenset(
     {"base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping"}
 )
+# The values of an adapter's init_lora_weights that leave the base as it is.
+KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
 # A head that equals the input embedding may be stored or left out: the model is the same.
 HEAD_NAMES = frozenset({"lm_head.weight", "embed_out.weight"})
 CONFIG = "config.json"
@@ -175,6 +177,33 @@ def require_adapter(folder: str) -> None:
     require_peft()
     read_json(Path(folder) / "adapter_config.json")
     adapter_tensors(Path(folder))
+
+
+def adapter_settings(folder: str) -> dict[str, Any]:
+    """The settings of a LoRA adapter, by align's names; refuses one that cannot learn further."""
+    require_adapter(folder)
+    file = Path(folder) / "adapter_config.json"
+    own = read_json(file)
+    # With other values peft changes the base while it loads the adapter, some at random.
+    keeps_base = own.get("init_lora_weights", True) in KEEPS_BASE
+    for name, is_right in (
+        ("peft_type", own.get("peft_type") == "LORA"),
+        ("init_lora_weights", keeps_base),
+        ("kasa_config", not own.get("kasa_config")),
+    ):
+        if not is_right:
+            raise UsageError(
+                f"{file}: {name} is {own.get(name)}, so the adapter cannot be trained further. "
+                "Merge it into a plain model, and make the cache with that model."
+            )
+    targets = own.get("target_modules") or []
+    return {
+        "rank": own.get("r", 8),
+        "alpha": float(own.get("lora_alpha", 8)),
+        "dropout": float(own.get("lora_dropout", 0)),
+        "targets": sorted([targets] if isinstance(targets, str) else targets)
+        + sorted(own.get("target_parameters") or []),
+    }
 
 
 def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:

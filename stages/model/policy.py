@@ -22,7 +22,7 @@ from ...schemas.errors import UsageError
 from ...schemas.methods import ROUTING, Head
 from ...schemas.rows import Tree
 from ...schemas.train_options import LoraOptions, TrainOptions
-from .adapters import add_lora, merged
+from .adapters import add_lora, merged, with_adapter
 from .cheap_again import cheap_computed_again, drops_cheap
 from .fused_head import call_head_for_logps, output_head
 from .library_errors import as_usage_error
@@ -42,6 +42,7 @@ from .transformers_compat import (
     compile_layers,
     is_compiled,
     is_reward_model,
+    quiet,
     recompute_activations,
     routers_of,
 )
@@ -63,11 +64,13 @@ def load_policy(
     collision_logps: bool = False,
     load: Callable[..., nn.Module] = load_model,
 ) -> Policy:
-    """The policy, initialized from this model with the reference's adapter merged into it.
+    """The policy, initialized from this model with its adapter, merged into it or trained further.
 
     `load` is `load_sharded` under ZeRO-3, where `choose_path` is called once the engine is open.
     """
-    options = replace(model, dtype=train.dtype, device_map="")
+    adapter = lora.continued(model.adapter)
+    frozen = "" if adapter else model.adapter
+    options = replace(model, dtype=train.dtype, device_map="", adapter=frozen)
     if lora.quantize != "none":
         load = load_in_4_bits
     balanced = train.router_loss > 0
@@ -83,7 +86,7 @@ def load_policy(
         loaded = load_reward_model(options, train.seed, load)
     else:
         loaded = merged(load(options))
-    loaded = prepare_for_training(loaded, train, lora)
+    loaded = prepare_for_training(loaded, train, lora, adapter)
     paths = PathOptions.of(options, causal_model(loaded).config)
     policy = Policy(
         loaded, head=head, collision_logps=collision_logps, balanced=balanced, paths=paths
@@ -96,10 +99,21 @@ def load_policy(
     return policy
 
 
-def prepare_for_training(model: nn.Module, train: TrainOptions, lora: LoraOptions) -> nn.Module:
-    """Sets dropout, adapter and frozen parameters of a model with or without weights."""
+def prepare_for_training(
+    model: nn.Module, train: TrainOptions, lora: LoraOptions, adapter: str = ""
+) -> nn.Module:
+    """Sets dropout, adapter and frozen parameters of a model with or without weights.
+
+    `adapter`: the folder of a saved one that is trained further.
+    """
+    if adapter:
+        with quiet():
+            model = with_adapter(model, adapter, is_trainable=True)
+        _unify_dtypes(model)
     if not train.dropout:
         turn_dropout_off(model)
+    if adapter:
+        return model
     if not lora.enabled:
         others = beside_text(model)
         for name, parameter in model.named_parameters():
@@ -107,6 +121,19 @@ def prepare_for_training(model: nn.Module, train: TrainOptions, lora: LoraOption
         return model
     options = lora if train.dropout else replace(lora, dropout=0.0)
     return add_lora(model, options, train.seed)
+
+
+def _unify_dtypes(model: Any) -> None:
+    """Casts what learns to the base's dtype, unless all of it is in float32 and the base may be.
+
+    Float16 needs the loss scale that DeepSpeed applies to float16 weights only; whole layers beside
+    an adapter are in the base's dtype, and DeepSpeed flattens weights of one dtype.
+    """
+    learning = [one for one in model.parameters() if one.requires_grad]
+    base = model.dtype
+    if base == torch.float16 or any(one.dtype != torch.float32 for one in learning):
+        for one in learning:
+            one.data = one.data.to(base)
 
 
 class Policy(nn.Module):
@@ -278,7 +305,8 @@ def value_head(model: Any) -> ScalarHead:
     config = model.config.get_text_config(decoder=True)
     width = output.in_features if isinstance(output, nn.Linear) else config.hidden_size
     device = model.get_input_embeddings().weight.device
-    head = ScalarHead(width, 1, device=device, dtype=model.dtype)
+    learning = (one.dtype for one in model.parameters() if one.requires_grad)
+    head = ScalarHead(width, 1, device=device, dtype=next(learning, model.dtype))
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     return head

@@ -35,13 +35,15 @@ def load_sharded(
     *,
     config: Mapping[str, Any],
     together: Callable[[Callable[[], Any]], Any],
+    later: str = "",
 ) -> nn.Module:
     """The model with its adapter merged; each rank has its shard of all parameters.
 
     `config` is DeepSpeed's. `together` runs an action on all ranks and raises one rank's error on
-    all of them, so that no rank waits for one that failed.
+    all of them, so that no rank waits for one that failed. `later` is the folder of an adapter that
+    is added to the model to be trained.
     """
-    if reason := _why_whole(options):
+    if reason := _why_whole(options.path, options.adapter or later):
         logger.warning("%s is loaded on every rank, then sharded: %s", options.path, reason)
         return merged(together(lambda: load_model(options, kind)))
     empty = together(lambda: _empty(options, kind))
@@ -64,11 +66,11 @@ def load_sharded(
     return merged(adapted)
 
 
-def _why_whole(options: ModelOptions) -> str:
+def _why_whole(model: str, adapter: str) -> str:
     """The reason for loading all of a model on each rank; "" if there is none."""
-    if "quantization_config" in model_config(options.path):
+    if "quantization_config" in model_config(model):
         return "its weights are quantized."
-    settings = read_json(Path(options.adapter) / "adapter_config.json") if options.adapter else {}
+    settings = read_json(Path(adapter) / "adapter_config.json") if adapter else {}
     trained = [name for name in TRAINED_WHOLE if settings.get(name)]
     return f"its adapter has {', '.join(trained)}." if trained else ""
 

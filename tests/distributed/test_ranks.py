@@ -27,7 +27,8 @@ FLOAT32 = [f"engine/{preset}/float32" for preset in PRESETS]
 BFLOAT16 = [f"engine/{preset}/bfloat16" for preset in PRESETS[:4]]
 ENGINES = FLOAT32 + BFLOAT16
 WHOLLY_SHARDED = ("values", "experts", "heads that differ")
-KINDS = (*WHOLLY_SHARDED, "adapted, bfloat16", "new scores", "lora on scores")
+ADDING = ("continued, bfloat16", "new scores", "lora on scores")
+KINDS = (*WHOLLY_SHARDED, "adapted, bfloat16", *ADDING)
 LOADED = [f"loaded/{kind}" for kind in KINDS]
 REFUSED = {"refused/unused": "model.surplus", "refused/another shape": "model.norm.weight"}
 OTHERS = ["summed", "reduced", "failed save", "counted", "slow first rank", "refused by the last"]
@@ -197,7 +198,7 @@ def require_sharded_load(ranks, case):
         most = 1 if kind in WHOLLY_SHARDED else whole["whole_elements"]
         assert sharded["whole_elements"] < most
     assert ("lm_head.weight" in ranks[0][case]["sharded"]["weights"]) == (
-        kind not in ("values", "new scores", "lora on scores")
+        kind not in ("values", *ADDING)
     )
 
 

@@ -37,6 +37,7 @@ LARGE = TINY | {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 352
 KINDS = {
     "values": ("tied", {"head": "values"}),
     "adapted, bfloat16": ("causal", {"adapted": True, "dtype": "bfloat16"}),
+    "continued, bfloat16": ("causal", {"adapted": True, "lora": True, "dtype": "bfloat16"}),
     "new scores": ("causal", {"head": "score", "adapted": True}),
     "lora on scores": ("scores", {"head": "score", "lora": True}),
     "experts": ("experts", {}),  # stored one by one, and merged as they are read

@@ -37,6 +37,7 @@ KINDS = {
     "table-mixture": ("everything", MPO, {}),
     "table-wpo": ("everything", "dpo", {"wpo": True}),
     "experts": ("experts", "dpo", {}),
+    "continued": ("continued", "dpo", {}),
 }
 STEPS = {"kto": 4}  # two epochs, with other partners in the second; all others take 3
 LEARNING = {
@@ -56,12 +57,14 @@ ALONE = (
     *(f"{kind}/whole/zero0" for kind in ("dpo", "kto", "kto-all", *TABLE)),
     *("dpo/rows/zero1", "kto/thirds/zero2"),
     *(f"experts/whole/zero0{word}" for word in ("", "/free", "/adapted")),
+    "continued/whole/zero0",
 )
 SPREAD = (
     *("dpo/thirds/zero3", "kto/thirds/zero2", "table-ppo/thirds/zero3"),
     *(f"table-{name}/rows/zero1" for name in ("bco", "aot", "grpo", "mixture", "wpo")),
     *("experts/thirds/zero1/recomputing", "experts/thirds/zero3/adapted"),
     *("kto-all/thirds/zero1", "table-reward/rows/zero1"),
+    *("continued/thirds/zero2", "continued/rows/zero3"),
 )
 # What `make test-long` trains besides.
 OTHERS = tuple(kind for kind in KINDS if f"{kind}/whole/zero0" not in ALONE)

@@ -97,11 +97,13 @@ def make_pairs(folder, tokenizer, *, rows, pretrain_steps):
     return preferences
 
 
-def scored(folder, name, *, kl_pairs, token_logps=False, output="", model=None, **tokens):
+def scored(
+    folder, name, *, kl_pairs, token_logps=False, output="", model=None, adapter="", **tokens
+):
     """Runs stage 1 over one file of the folder; returns the cache."""
     made = folder / (output or name)
     config = Config(
-        model=ModelOptions(path=str(model or folder / "model"), device="cpu"),
+        model=ModelOptions(path=str(model or folder / "model"), device="cpu", adapter=str(adapter)),
         data=DataOptions(files=[str(folder / f"{name}.parquet")]),
         tokens=TokenOptions(max_length=512, **tokens),
         cache=CacheOptions(

@@ -1,9 +1,11 @@
+import shutil
+
 import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
 from align.stages.demo.preferences import draw_preferences, paired
-from support.families import tiny_model
+from support.families import saved_adapter, tiny_model
 from support.ranks import seen_in
 from support.training_ranks import ALONE, DEVICES, EXPERTS, SPREAD, TROUBLE
 from support.training_world import scored
@@ -36,10 +38,20 @@ def mixture_cache(tokenizer_folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def launch(server, tmp_path_factory, training_world, mixture_cache):
+def continued_cache(training_world, tmp_path_factory):
+    """A cache of a reference with an adapter, which the policy trains further."""
+    folder = tmp_path_factory.mktemp("continued")
+    shutil.copy(training_world.folder / "pairs.parquet", folder)
+    shape = {"target_modules": ["q_proj", "down_proj"], "rank_pattern": {"down_proj": 2}}
+    adapter = saved_adapter(folder / "adapter", training_world.model, **shape)
+    return scored(folder, "pairs", kl_pairs=1, model=training_world.model, adapter=adapter)
+
+
+@pytest.fixture(scope="session")
+def launch(server, tmp_path_factory, training_world, mixture_cache, continued_cache):
     """Runs cases in worlds of ranks; returns the results of each rank."""
     caches = {name: getattr(training_world, name) for name in ("pairs", "labels", "everything")}
-    caches |= {"experts": mixture_cache}
+    caches |= {"experts": mixture_cache, "continued": continued_cache}
 
     def launched(device="cpu", **worlds):
         root = tmp_path_factory.mktemp("ranks")

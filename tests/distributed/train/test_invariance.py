@@ -2,11 +2,16 @@
 
 import math
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from align.stages.model.transformers_compat import quiet
 from support import plain_loop
 from support.rounding import EPSILON, NATS, STEP, apart, largest_difference
 from support.training_ranks import ALONE, OTHERS, SPREAD
@@ -144,6 +149,31 @@ def test_training_ends_in_the_weights_of_a_plain_loop(training_world, one_rank, 
     weights = plain_loop.weights_beside(training_world.model, learned, folder, method, 3)
     moved = weights["model.norm.weight"].detach() - 1
     assert moved.abs().max() > EPSILON  # the first step alone is 1e-3 |g| / (|g| + EPSILON)
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_an_adapter_is_trained_further_as_by_a_loop_that_holds_the_frozen_one(
+    training_world, continued_cache, one_rank, method
+):
+    settings = {**LEARNING, "max_steps": 2, "batch_size": 4}
+    session, recorded = learn(job_of(continued_cache, method, **settings), one_rank)
+    stored, adapter = plain_loop.rows_of(continued_cache), session.begins_as.adapter
+    with session.feed.steps(0) as batches:
+        rows = [[stored[row] for row in next(batches).own[0].row_ids] for _ in range(2)]
+    base = AutoModelForCausalLM.from_pretrained(training_world.model, dtype=torch.float32)
+    with quiet():
+        model = PeftModel.from_pretrained(base, adapter, is_trainable=True)
+    losses = plain_loop.train(model, plain_loop.LOSSES[method], rows, lr=1e-3, max_norm=1.0)
+    assert losses[0] == pytest.approx(math.log(2) if method == "dpo" else 0.5, abs=1e-6)
+    found = [metrics["loss"] for _, metrics in recorded.steps]
+    assert found == pytest.approx(losses, abs=1e-6)
+    learned = session.engine.weights(trainable_only=True)
+    before = load_file(Path(adapter) / "adapter_model.safetensors")
+    assert len(learned) == len(before)
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            assert (learned[name] - weight).abs().max() <= 1e-6
+            assert (weight - before[name.replace(".default", "")]).abs().max() > EPSILON
 
 
 def test_epochs_over_one_batch_are_the_passes_that_ppo_makes_over_its_samples(

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
@@ -15,7 +16,14 @@ from align.stages.model.load import load_in_4_bits, load_model
 from align.stages.model.policy import Policy, load_policy
 from align.stages.model.save import save_adapter, save_merged
 from support.engine_ranks import OPTIONS, Run, saved
-from support.families import MIXTURES, TREE_FAMILIES, learning_names, mixed_trees, tiny_model
+from support.families import (
+    MIXTURES,
+    TREE_FAMILIES,
+    learning_names,
+    mixed_trees,
+    saved_adapter,
+    tiny_model,
+)
 from support.refusals import refuses
 from support.tiny_policy import some_trees
 
@@ -120,6 +128,25 @@ def test_only_the_adapter_moves_and_a_run_resumes_bit_for_bit(
     assert other.steps(5, 6).updates == run.steps(5, 6).updates[2:]
     assert other.weights(trainable_only=True) == run.weights(trainable_only=True)
     assert {kind for kind, _ in run.weights(trainable_only=True).values()} == {f"torch.{dtype}"}
+
+
+def test_an_adapter_is_trained_further_on_packed_weights(world, tmp_path):
+    adapter = saved_adapter(tmp_path / "old", world.model, target_modules=["q_proj", "up_proj"])
+    options = ModelOptions(path=str(world.model), device="cpu", adapter=str(adapter))
+    policy = load_policy(options, TrainOptions(dtype="bfloat16"), NF4)
+    learning = {name: one for name, one in policy.model.named_parameters() if one.requires_grad}
+    assert {(one.dtype, "lora_" in name) for name, one in learning.items()} == {
+        (torch.float32, True)
+    }
+    assert any(one.dtype == torch.uint8 for one in policy.parameters())
+    policy(some_trees(np.random.default_rng(0), 2))[0].sum().backward()
+    assert all(one.grad.any() for one in learning.values())
+    save_adapter(policy.model, learning, world.model, tmp_path / "new")
+    before, after = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("old", "new")
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_what_is_no_plain_model_or_lacks_bitsandbytes_is_refused(world, tmp_path, monkeypatch):
