@@ -170,12 +170,9 @@ def _pieces(secret: str) -> set[str]:
 
 def _known() -> set[str]:
     """The secrets that this process registered, and those of its current environment."""
-    of_environment = {
-        value
-        for name, value in os.environ.items()
-        if len(value) >= SHORTEST_VARIABLE and _names_a_secret(name)
-    }
-    return _secrets | of_environment
+    # Names are looked at first: to read a value costs more, and few names are of secrets.
+    values = (os.environ.get(name, "") for name in os.environ if _names_a_secret(name))
+    return _secrets.union(value for value in values if len(value) >= SHORTEST_VARIABLE)
 
 
 @cache
