@@ -21,6 +21,7 @@ from align.stages.demo.tiny_tokenizer import make_tokenizer
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking.mlflow_silence import ENVIRONMENT
 from support.command import Answer
+from support.garbage import freeze_modules
 from support.trainings import Course, Server, fork_server
 from support.worlds import World, make_shallow_world
 
@@ -32,7 +33,8 @@ platform.platform()  # asks `uname` once, for whichever test a library would ask
 
 HOMES = pytest.StashKey()
 OF_ONE_LAUNCH = ("tests/distributed/train",)
-LONG = ("tests/distributed", "tests/commands", "tests/unit/tracking")
+# The first file does without the fork server, which a file of another worker begins meanwhile.
+LONG = ("tests/commands/test_ray.py", "tests/distributed", "tests/commands", "tests/unit/tracking")
 # No example is timed: the machine may be busy.
 NOT_ASKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("align", deadline=None, suppress_health_check=NOT_ASKED)
@@ -81,6 +83,7 @@ def pytest_runtest_setup(item):
     """No test finds the caches or the secrets of another, nor its linear layers."""
     os.environ["ALIGN_HOME"] = next(item.config.stash[HOMES])  # made when it is used
     safe_text._secrets.clear()
+    freeze_modules()
     if zero3 := sys.modules.get("deepspeed.runtime.zero.partition_parameters"):
         # DeepSpeed replaces torch's own for the whole process, with the first layer that it shards.
         sharding = zero3.InsertPostInitMethodToModuleSubClasses
@@ -94,14 +97,13 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What is imported by its end is never garbage; looking through it again takes seconds."""
+    """Nothing is garbage meanwhile."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
-        gc.collect()
-        gc.freeze()
+        freeze_modules()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -152,10 +154,21 @@ def no_mlflow_settings(here, monkeypatch):
         monkeypatch.delenv(name)
 
 
+@pytest.fixture(scope="session")
+def new_store(shared):
+    """Copies a store of MLflow without runs to a folder or path: to make one takes seconds."""
+    # It takes seconds to import, which most tests do without.
+    from support.mlflow_runs import make_empty_store  # noqa: PLC0415
+
+    made = shared / "mlflow.db"
+    made_once(made, make_empty_store)
+    return lambda place: f"sqlite:///{shutil.copy(made, place)}"
+
+
 @pytest.fixture(scope="module")
-def uri(tmp_path_factory):
-    """The address of a store that does not exist yet."""
-    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+def uri(new_store, tmp_path_factory):
+    """The address of a store of the module's own."""
+    return new_store(tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture
@@ -272,8 +285,7 @@ def deepspeed():
     # It imports torch, which most of these tests do without.
     from align.stages.engine.deepspeed_compat import deepspeed  # noqa: PLC0415
 
-    gc.collect()
-    gc.freeze()
+    freeze_modules()
     return deepspeed
 
 

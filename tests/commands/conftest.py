@@ -9,8 +9,6 @@ import pytest
 
 from align.schemas.config import CacheOptions, Config, ModelOptions, TrackingOptions
 from align.schemas.data_options import DataOptions, TokenOptions
-from align.stages.tracking.mlflow_sqlite import make_store
-from support.mlflow_runs import open_store
 from support.mlflow_server import serving
 from support.stage_one import contents, run
 from support.trainings import KILLED
@@ -84,20 +82,6 @@ def clean_of_flawed(flawed_file, tokenizer_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("clean-of-flawed") / "cache"
     run(config_of(flawed_file, tokenizer_folder, folder, max_bad_frac=0.5))
     return contents(folder)
-
-
-@pytest.fixture(scope="session")
-def new_store(tmp_path_factory):
-    """Copies a store of MLflow without runs to a folder or path: to make one takes seconds."""
-    made = tmp_path_factory.mktemp("made") / "mlflow.db"
-    make_store(f"sqlite:///{made}", open_store)
-    return lambda place: f"sqlite:///{shutil.copy(made, place)}"
-
-
-@pytest.fixture(scope="module")
-def uri(new_store, tmp_path_factory):
-    """The address of a store of the module's own."""
-    return new_store(tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from align.schemas.errors import ServerError, UsageError
 from align.stages.storage.cache import Cache
 from align.stages.storage.cache_work import unfinished_work
 from support.command import said_by
-from support.deadly import refused, slow
+from support.deadly import Held, refused
 from support.patience import PATIENCE, wait_until
 from support.ray_cluster import FOUND, LOOPBACK, descendants, name_of, two_nodes
 from support.rooms import TESTS
@@ -38,7 +38,7 @@ def on_ray(config, cluster):
     return replace(config, scoring=replace(config.scoring, **options))
 
 
-def child_on_ray(config, *, scoring=slow, **how):
+def child_on_ray(config, scoring, **how):
     """Starts a driver that looks for its cluster on loopback."""
     reference = StubReference(scoring=scoring)
     return child(config, environment=LOOPBACK, reference=reference, **how)
@@ -52,7 +52,7 @@ def committed(config):
 
 def test_an_actors_refusal_is_the_runs_message(on_ray, cluster, tmp_path):
     alone = replace(on_ray, scoring=replace(on_ray.scoring, ray_workers=1))
-    stopped = child_on_ray(alone, scoring=refused, stderr=tmp_path / "said")
+    stopped = child_on_ray(alone, refused, stderr=tmp_path / "said")
     wait_until(cluster.actors)
     assert {actor.environ()["USE_HUB_KERNELS"] for actor in cluster.actors()} == {"0"}
     stopped.join(PATIENCE)
@@ -85,7 +85,7 @@ def test_an_item_at_which_three_actors_die_is_named_and_ends_the_run(cluster):
 def test_a_cluster_that_cannot_be_joined_is_named(config, tmp_path):
     options = {"executor": "ray", "ray_address": "127.0.0.1:1"}
     nowhere = replace(config, scoring=replace(config.scoring, **options))
-    stopped = child_on_ray(nowhere, stderr=tmp_path / "said")
+    stopped = child_on_ray(nowhere, refused, stderr=tmp_path / "said")
     stopped.join(PATIENCE)
     said = (tmp_path / "said").read_text()
     assert stopped.exitcode == ServerError.exit_code, said
@@ -94,12 +94,13 @@ def test_a_cluster_that_cannot_be_joined_is_named(config, tmp_path):
 
 
 @pytest.mark.parametrize("number", [0, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
-def test_a_cluster_of_its_own_ends_with_the_run(config, clean, number):
+def test_a_cluster_of_its_own_ends_with_the_run(config, clean, tmp_path, number):
     """Though its actor is killed, or the run itself."""
     options = {"executor": "ray", "ray_workers": 1}
+    go_on = tmp_path / "go-on"
     process = child(
         replace(config, scoring=replace(config.scoring, **options)),
-        reference=StubReference(scoring=slow),
+        reference=StubReference(scoring=Held(go_on)),
         environment={"PYTHONPATH": FOUND},
     )
     own = psutil.Process(process.pid)
@@ -119,6 +120,7 @@ def test_a_cluster_of_its_own_ends_with_the_run(config, clean, number):
         os.kill(process.pid, number)
     else:
         worker.kill()
+    go_on.touch()
     process.join(PATIENCE)
     assert process.exitcode == -number
     wait_until(lambda: not [one for one in every if one.is_running() and name_of(one)])
@@ -127,16 +129,19 @@ def test_a_cluster_of_its_own_ends_with_the_run(config, clean, number):
 
 def test_a_stopped_run_and_a_killed_node_change_no_byte(on_ray, clean, cluster, tmp_path):
     """The last of these tests: the cluster has one node from here on."""
-    stopped = child_on_ray(on_ray, stderr=tmp_path / "said")
+    held = Held(tmp_path / "go-on")
+    alone = replace(on_ray, scoring=replace(on_ray.scoring, ray_workers=1))
+    stopped = child_on_ray(alone, held, stderr=tmp_path / "said")
     wait_until(lambda: committed(on_ray) > 1)
     os.kill(stopped.pid, signal.SIGTERM)  # whose handler Ray replaces by its own
     stopped.join(PATIENCE)
     assert stopped.exitcode == 128 + signal.SIGTERM
     assert "completions" in (tmp_path / "said").read_text()
     wait_until(lambda: not cluster.actors())
-    made, before = child_on_ray(on_ray), committed(on_ray)
+    made, before = child_on_ray(on_ray, held), committed(on_ray)
     wait_until(lambda: committed(on_ray) > before)
     cluster.kill_second_node()
+    (tmp_path / "go-on").touch()
     made.join(PATIENCE)
     assert made.exitcode == 0
     assert contents(on_ray.cache.output) == clean

@@ -28,7 +28,7 @@ def cache(course, world, tmp_path_factory):
 
 def test_a_killed_run_resumes_with_the_same_draws(course, cache, tmp_path):
     words = ("--cache", cache, *WEIGHTS, "--batch-size", 16, "--max-steps", 0, "--epochs", 2)
-    measured = ("--eval-fraction", 0, "--eval-every", 0)
+    measured = ("--eval-fraction", 0, "--eval-every", 0, "--set", "train.limit_eval_batches=1")
     words = (*words, *measured, "--set", f"train.eval_cache={course.cache}")  # of another file
     whole, run = tmp_path / "whole", tmp_path / "run"
     said = course.run(whole, *words).err

@@ -13,6 +13,7 @@ from unittest import mock
 
 from align import cli
 from align.pipeline.jobs.signals import STOPS
+from support.garbage import freeze_modules
 from support.patience import PATIENCE
 from support.refusals import require_names
 
@@ -32,8 +33,9 @@ def align(*arguments):
     handlers = {number: signal.getsignal(number) for number in STOPS}
     argv = mock.patch.object(sys, "argv", ["align", *map(str, arguments)])
     # A command freezes what it starts with; here that would keep the garbage of tests.
+    freeze = mock.patch.object(gc, "freeze", freeze_modules)
     try:
-        with argv, mock.patch.object(gc, "freeze"), redirect_stdout(out), redirect_stderr(err):
+        with argv, freeze, redirect_stdout(out), redirect_stderr(err):
             cli.main()
     except SystemExit as end:
         return Answer(end.code or 0, out.getvalue(), err.getvalue())

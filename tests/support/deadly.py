@@ -1,11 +1,11 @@
-"""Work that other processes do, and at which they fail, die or take long."""
+"""Work that other processes do, and at which they fail, die or wait."""
 
 import os
 import signal
-import time
 from dataclasses import dataclass
 
 from align.schemas.errors import UsageError
+from support.patience import wait_until
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,16 @@ class Squares:
         return item * item
 
 
-def slow(_):
-    """Long enough in a shard to be killed there."""
-    time.sleep(0.5)
+class Held:
+    """Lets the first batch of each process pass, and all others once a file is there."""
+
+    def __init__(self, file):
+        self._file, self._is_first = file, True
+
+    def __call__(self, _):
+        if not self._is_first:
+            wait_until(self._file.exists)
+        self._is_first = False
 
 
 def refused(_):

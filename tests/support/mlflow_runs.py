@@ -6,6 +6,7 @@ from pathlib import Path
 import mlflow
 
 from align.schemas.config import TrackingOptions
+from align.stages.tracking.mlflow_sqlite import make_store
 from align.stages.tracking.mlflow_tracker import MlflowTracker
 from align.stages.tracking.run import recorded
 from align.stages.tracking.run_record import RunRecord, Store
@@ -48,6 +49,11 @@ def open_store(uri):
         return mlflow.MlflowClient(uri)
 
 
+def make_empty_store(path):
+    """Makes the file of a store that holds nothing."""
+    make_store(f"sqlite:///{path}", open_store)
+
+
 def stored(uri, run_id):
     """Every number that MLflow has, as often as it has it."""
     client = open_store(uri)
@@ -81,9 +87,9 @@ class MlflowStore:
     bits = 64
     description = "mlflow.note.content"
 
-    def __init__(self, path):
-        self.path = Path(path)
-        self.address = f"sqlite:///{path}"
+    def __init__(self, address):
+        self.address = address
+        self.path = Path(address.removeprefix("sqlite:///"))
 
     def stored(self, run_id):
         """The run as the store has it."""

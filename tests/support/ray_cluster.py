@@ -26,6 +26,19 @@ LOOPBACK = {
 FOUND = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
 KERNELS = {"USE_HUB_KERNELS": "1"}  # as on machines where the command does not run
 NODE = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "object_store_memory": 128 * 1024 * 1024}
+# Without processes that nothing here asks for; a lost node is noticed within a second.
+HEAD = {
+    **NODE,
+    "include_dashboard": False,
+    "include_log_monitor": False,
+    "no_monitor": True,
+    "_system_config": {
+        "prestart_worker_first_driver": False,
+        "health_check_initial_delay_ms": 0,
+        "health_check_period_ms": 200,
+        "health_check_timeout_ms": 10_000,
+    },
+}
 
 
 class TwoNodes:
@@ -90,7 +103,7 @@ def main():
         Path(folder, "ray").mkdir()
         from ray.cluster_utils import Cluster  # noqa: PLC0415 - it reads the environment
 
-        first = {**NODE, "temp_dir": f"{folder}/ray", "include_dashboard": False}
+        first = {**HEAD, "temp_dir": f"{folder}/ray"}
         cluster = Cluster(initialize_head=True, head_node_args=first)
         second = cluster.add_node(**NODE)
         print(cluster.address, flush=True)

@@ -1,34 +1,10 @@
-import gc
-import shutil
-
 import pytest
 import wandb
 
 from align.stages.tracking import wandb_tracker
 from align.stages.tracking.tracker import quiet
-from support.mlflow_runs import open_store
 from support.wandb_runs import tear_down
 from support.wandb_server import serving
-
-
-@pytest.fixture(scope="session")
-def made_store(tmp_path_factory):
-    """The file of a store that holds nothing; to make one takes seconds, to copy it none."""
-    path = tmp_path_factory.mktemp("made") / "mlflow.db"
-    open_store(f"sqlite:///{path}").search_experiments()
-    return path
-
-
-@pytest.fixture
-def new_store(made_store, tmp_path_factory):
-    """Makes the file of a store that no other test uses."""
-    return lambda: shutil.copy(made_store, tmp_path_factory.mktemp("store") / "mlflow.db")
-
-
-@pytest.fixture(scope="module")
-def uri(made_store, tmp_path_factory):
-    """The address of a store that holds nothing."""
-    return f"sqlite:///{shutil.copy(made_store, tmp_path_factory.mktemp('store') / 'mlflow.db')}"
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +16,6 @@ def wandb_imported(tmp_path_factory):
     with quiet("wandb"):
         wandb.init(settings=settings).finish()
     tear_down()
-    gc.freeze()  # what these libraries are made of is looked through after each test
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 from collections import Counter
-from pathlib import Path
 
 import polars as pl
 import pytest
@@ -116,7 +115,7 @@ def test_a_run_that_goes_on_is_the_same_run_even_while_mlflow_is_left_out(uri, t
     assert REPLACES_TAG not in told.data.tags
     assert (told.info.run_name, told.data.tags[NOTE_TAG]) == ("train", "What I made of it.")
 
-    elsewhere = f"sqlite:///{new_store()}"
+    elsewhere = new_store(tmp_path)
     last = begin(folder, elsewhere, keep_through=50)
     last.finish("FINISHED")
     assert id_of(last) != name
@@ -420,14 +419,15 @@ def test_the_folder_of_a_run_that_another_process_begins_stays(uri, home):
 
 
 def test_what_is_uploaded_lies_beside_the_store_and_not_where_one_stands(home, tmp_path, new_store):
-    store = Path(new_store())
+    (tmp_path / "store").mkdir()
+    store = new_store(tmp_path / "store")
     (tmp_path / "note.txt").write_text("hello")
     for experiment, folder in {"../up": "up", "..": "_"}.items():
-        with begun(home, f"sqlite:///{store}", experiment=experiment) as run:
+        with begun(home, store, experiment=experiment) as run:
             run.log_artifact(tmp_path / "note.txt")
-        kept = store.parent / "mlruns" / folder / id_of(run) / "artifacts" / "note.txt"
+        kept = tmp_path / "store" / "mlruns" / folder / id_of(run) / "artifacts" / "note.txt"
         assert kept.read_text() == "hello"
-    assert {path.name for path in tmp_path.iterdir()} == {"cache", "note.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "note.txt", "store"}
     assert artifacts_beside("http://127.0.0.1:5000", "align") is None
 
 

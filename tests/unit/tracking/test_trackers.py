@@ -101,8 +101,8 @@ def _read(path):
 
 
 @pytest.fixture
-def mlflow_store(new_store):
-    return MlflowStore(new_store())
+def mlflow_store(new_store, tmp_path_factory):
+    return MlflowStore(new_store(tmp_path_factory.mktemp("store")))
 
 
 @pytest.fixture
