@@ -105,8 +105,11 @@ def _named_targets(model: Any, targets: Sequence[str]) -> dict[str, Any]:
     A mixture of experts may keep all experts of a layer in one parameter. A composite has a pattern
     for its language model alone: towers have layers of the same names, where the adapter is loaded.
     """
+    excluded: dict[str, Any] = {}
+    if not targets:
+        excluded = {"exclude_modules": _read_by_kernels(model) or None}
     if not targets and not is_composite(model):
-        return {"target_modules": "all-linear"}
+        return {"target_modules": "all-linear", **excluded}
     layers = [name for name, _ in model.named_modules()]
     parameters = [name for name, _ in model.named_parameters()]
     of_none = [one for one in targets if not _is_end(one, layers) and _is_end(one, parameters)]
@@ -116,7 +119,7 @@ def _named_targets(model: Any, targets: Sequence[str]) -> dict[str, Any]:
         decoder = next(name for name, one in model.named_modules() if one is model.get_decoder())
         pattern = "|".join(map(re.escape, ends))
         found = {"target_modules": rf"{re.escape(decoder)}\.(.*\.)?({pattern})"}
-    return found | ({"target_parameters": of_none} if of_none else {})
+    return found | excluded | ({"target_parameters": of_none} if of_none else {})
 
 
 def _linear_layers(model: Any) -> list[str]:
@@ -125,6 +128,14 @@ def _linear_layers(model: Any) -> list[str]:
     kinds = {name: type(one).__name__ for name, one in model.named_modules() if one is not head}
     linear = [name for name, kind in kinds.items() if "Linear" in kind or kind == "Conv1D"]
     return list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+
+
+def _read_by_kernels(model: nn.Module) -> list[str]:
+    """The output projections of Mamba 2, whose kernel reads the weight and not the adapter."""
+    mixers = {name: one for name, one in model.named_modules() if hasattr(one, "A_log")}
+    # Mamba 1 has a matrix of decays, and a delta rule does not skip its inputs.
+    of_mamba = [name for name, one in mixers.items() if one.A_log.ndim == 1 and hasattr(one, "D")]
+    return [f"{name}.out_proj" for name in of_mamba]
 
 
 def _instead_of(targets: Sequence[str], model: Any) -> str:

@@ -17,6 +17,7 @@ from ...schemas.rows import Tree
 from .copies import on_device
 from .flex_attention import FLEX, flex_masks, padded_to_blocks
 from .fused_head import LogpHead, fused_rows, output_head
+from .mixer_rows import rows_for_mixers
 from .prompt_once import prompts_once
 from .transformers_compat import attention_of, quiet
 from .tree_attention import (
@@ -246,7 +247,7 @@ def _inputs(model: Any, batch: TreeBatch, path: ScoringPath) -> dict[str, Any]:
         inputs["use_cache"] = False
     config = model.config.get_text_config(decoder=True)
     if path.layout != "plain":
-        inputs["position_ids"] = batch.positions
+        inputs |= {"position_ids": batch.positions, **rows_for_mixers(model, batch)}
     if path.layout == "packed":
         inputs["pieces"] = pieces_of(batch, config, model.dtype)
     elif path.layout == "flex":

@@ -24,6 +24,7 @@ from .cheap_again import cheap_computed_again
 from .fused_head import TILE_ROWS, TILE_VOCABULARY
 from .library_errors import in_short
 from .logprobs import ScoringPath, causal_model, last_states
+from .mixer_rows import rows_for_mixers
 from .transformers_compat import AttentionInterface, can_recompute, quiet, recompute_activations
 from .tree_attention import TreeBatch
 
@@ -113,8 +114,9 @@ def _forward(
         else:  # a GPU's kernel reads no mask
             with quiet():  # as in logprobs.py
                 inner.set_attn_implementation(KERNEL)
-            ids = {"input_ids": batch.token_ids, "position_ids": batch.positions}
-            states = inner.base_model(**ids, use_cache=False).last_hidden_state.flatten(0, 1)
+            inputs: dict[str, Any] = {"input_ids": batch.token_ids, "position_ids": batch.positions}
+            inputs |= {"use_cache": False, **rows_for_mixers(inner, batch)}
+            states = inner.base_model(**inputs).last_hidden_state.flatten(0, 1)
         keep(states[batch.predictors])  # like the head
     sizes = [storage.nbytes() for storage in found.values()]
     return sum(sizes), max(sizes)

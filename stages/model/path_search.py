@@ -19,11 +19,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, combinations
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...schemas.config import ModelOptions
@@ -39,10 +40,12 @@ from .logprobs import (
     gpus_of,
     head_rows,
     input_device,
+    last_states,
     own_attention,
     tree_logps,
     tree_scores,
 )
+from .mixer_rows import mixers_of
 from .prompt_once import require_carried_states
 from .transformers_compat import is_reward_model, missing_kernels
 from .tree_attention import single_branches
@@ -64,6 +67,7 @@ OF_SCORES = tuple(
 )
 # float32: nats per completion. Half precision: mean nats per token of a tree.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
+DRAWS = 3  # of the rows before a completion
 
 LONGEST_WINDOW = 512  # longer windows would make the probe itself expensive
 # The tokens of each tree's prompt and completions.
@@ -116,11 +120,7 @@ def choose_path(
     refused: list[str] = []
     found = _scores_of(model, trees) if scores else _logps_of(model, trees, agree, refused)
     paths, difference, allowed = found
-    for path in paths_for(paths, model):
-        if options.compile and path.layout in {"packed", "once"}:
-            continue  # a compiler would need the lengths in each batch
-        if learns and path.layout == "once":
-            continue
+    for path in paths_for(paths, model, compiles=options.compile, learns=learns):
         off = math.inf
         why = options.no_flex if path.layout == "flex" else ""
         if not why:
@@ -128,9 +128,12 @@ def choose_path(
                 off = difference(path)
             except Exception as error:  # model code raises any type for a mask
                 why = _reason(error)
+        why = why or f"off by {off:.2g}"
         if agree(off <= allowed):
-            break
-        refused.append(f"{path}: {why or f'off by {off:.2g}'}")
+            if path.layout in {"once", "plain"} or not _is_leaking(model, trees, path, agree):
+                break
+            why = "a completion depends on other rows"
+        refused.append(f"{path}: {why}")
     else:
         if scores:
             raise UsageError(
@@ -173,6 +176,39 @@ def _logps_of(
     return [path for path in PATHS if path.head in expected], difference, TOLERANCE[dtype]
 
 
+def _is_leaking(model: nn.Module, trees: Sequence[Tree], path: ScoringPath, agree: Agree) -> bool:
+    """Whether a completion's hidden states depend on the rows before it.
+
+    Half precision has a tolerance that hides most leaks, so that no bit may differ when these rows
+    are drawn anew. A mixture multiplies all tokens of an expert together, and their number changes
+    the order of sums: its states may differ as those of plain rows do, which cannot leak.
+    """
+    changes = _changes(model, trees, path)
+    if agree(min(changes) == 0):
+        return False
+    rounding = 10 * max(_changes(model, trees, replace(path, layout="plain")))
+    return not agree(min(changes) <= rounding)
+
+
+def _changes(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> list[float]:
+    """Mean differences between the states of one completion behind several draws of other rows."""
+    *others, last = trees[len(PROBE_SHAPES) - 1 :: -1]
+    known, random = np.concatenate([tree.prompt for tree in trees]), np.random.default_rng(0)
+
+    def drawn(row: NDArray[np.int32]) -> NDArray[np.int32]:
+        return random.choice(known, len(row))
+
+    found = []
+    for _ in range(DRAWS):
+        rows = [Tree(drawn(tree.prompt), tuple(map(drawn, tree.branches))) for tree in others]
+        rows.append(Tree(last.prompt, (*map(drawn, last.branches[:-1]), last.branches[-1])))
+        batch = path.batch(path.rows(rows), input_device(model))
+        states = last_states(causal_model(model), batch, path)
+        start, fork, *_ = edges = batch.edges[-1]
+        found.append(torch.cat([states[start:fork], states[edges[-2] : edges[-1]]]).float())
+    return [float((one - other).abs().mean()) for one, other in combinations(found, 2)]
+
+
 def _scores_of(model: nn.Module, trees: Sequence[Tree]) -> Measured:
     """Layouts of a reward model, compared with transformers' scores of single rows."""
     inner: Any = causal_model(model)
@@ -192,13 +228,26 @@ def _own_score(model: Any, tree: Tree) -> Tensor:
     return scores.float()
 
 
-def paths_for(paths: Sequence[ScoringPath], model: nn.Module) -> list[ScoringPath]:
+def paths_for(
+    paths: Sequence[ScoringPath], model: nn.Module, *, compiles: bool, learns: bool
+) -> list[ScoringPath]:
     """The paths worth trying: packing only on a CPU, FlexAttention only on one GPU."""
     inner, on_cpu = causal_model(model), input_device(model).type == "cpu"
     # The mask of FlexAttention holds tables, which would not follow it to another device.
     on_one_gpu = input_device(model).type == "cuda" and len(set(gpus_of(inner))) < 2
-    tried = {"flex": on_one_gpu, "packed": on_cpu and own_attention(inner) == "sdpa"}
-    return [path for path in paths if tried.get(path.layout, True)]
+    has_mixers = bool(mixers_of(inner))
+    # A compiler would need the lengths of segments and of rows in each batch.
+    takes_mixers = not (compiles and has_mixers)
+    tried = {
+        "flex": on_one_gpu and takes_mixers,
+        "packed": on_cpu and own_attention(inner) == "sdpa" and not compiles,
+        "tree": takes_mixers,
+        "once": not compiles and not learns,
+        "plain": True,
+    }
+    found = [path for path in paths if tried[path.layout]]
+    # In trees, the rows of mixers repeat the prompt.
+    return sorted(found, key=lambda path: has_mixers and path.layout != "once")
 
 
 def _own_logps(model: nn.Module, trees: Sequence[Tree]) -> tuple[Tensor, Tensor | str]:

@@ -123,6 +123,7 @@ def groups_within(
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+WITHOUT_MASK = {"linear_attention", "conv", "mlp", "moe"}  # layers that are not attention
 
 
 def tree_mask(batch: TreeBatch, config: Any, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
@@ -147,7 +148,7 @@ def visible_keys(batch: TreeBatch) -> Tensor:
 def windows_by_kind(config: Any) -> dict[str, int | None]:
     """The window size of each kind of attention layer; None: no window."""
     window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or ())
+    kinds = set(getattr(config, "layer_types", None) or ()) - WITHOUT_MASK
     if unknown := kinds - {FULL, SLIDING}:
         raise ValueError(f"layers of kind {sorted(unknown)} have no tree mask")
     if not kinds:

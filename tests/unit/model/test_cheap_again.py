@@ -9,7 +9,13 @@ from align.stages.model.cheap_again import cheap_computed_again
 from align.stages.model.fused_head import BUFFER_BYTES
 from align.stages.model.logprobs import branch_logps
 from align.stages.model.policy import Policy
-from support.families import PLAIN_FAMILIES, TREE_FAMILIES, mixed_trees, tiny_model
+from support.families import (
+    HYBRID_FAMILIES,
+    PLAIN_FAMILIES,
+    TREE_FAMILIES,
+    mixed_trees,
+    tiny_model,
+)
 from support.live_bytes import LiveBytes
 
 pytestmark = pytest.mark.numeric
@@ -37,9 +43,9 @@ def both_ways(model_type, settings):
     return less / size
 
 
-# Dropout of its own, soft caps, windows, sinks, experts, and no attention at all.
-MOST_UNLIKE = ("llama", "gpt2", "gemma2", "gpt_oss", "qwen3_moe", "bloom", "mamba")
-FAMILIES = TREE_FAMILIES | PLAIN_FAMILIES
+# Dropout of its own, soft caps, windows, sinks, experts, no attention, and mixers in rows.
+MOST_UNLIKE = ("llama", "gpt2", "gemma2", "gpt_oss", "qwen3_moe", "bloom", "mamba", "qwen3_next")
+FAMILIES = TREE_FAMILIES | PLAIN_FAMILIES | HYBRID_FAMILIES
 
 
 @pytest.mark.parametrize(

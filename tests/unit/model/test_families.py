@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from align.stages.model import fused_head, tree_attention
+from align.stages.model import fused_head, mixer_rows, path_search, tree_attention
 from align.stages.model.policy import Policy, turn_dropout_off
 from align.stages.model.reference import TreeScorer
 from support.branch_by_branch import num_tokens, own_logps, slopes_of, worst_parameter
@@ -26,17 +26,28 @@ from support.families import (
 pytestmark = pytest.mark.numeric
 
 TREES = tuple(mixed_trees())
-ROWS_ALONE = {**PLAIN_FAMILIES, **HYBRID_FAMILIES, "jamba": FORGETFUL}
+ROWS_ALONE = {**PLAIN_FAMILIES, "jamba": FORGETFUL}  # it gives its mixers no arguments
 FAMILIES = {
     **TREE_FAMILIES,
     **ROWS_ALONE,
+    **HYBRID_FAMILIES,
     "llama with tied weights": ("llama", {"tie_word_embeddings": True}),
 }
 # They round their own logits' gradients as much; delta rules and scans are in single precision.
 ROUGH = dict.fromkeys(("gpt_neo with local layers", "jamba", *HYBRID_FAMILIES), 3e-5)
 LAYOUTS = ("packed", "tree", "plain")  # fastest first
-# Shared keys, windows, soft caps, positions of their own, experts, sinks: in every layout.
-IN_EVERY_LAYOUT = {"qwen2 with windows", "gemma2", "gpt2", "granite", "qwen3_moe", "gpt_oss"}
+# Shared keys, windows, soft caps, positions of their own, experts, sinks, mixers: in every layout.
+IN_EVERY_LAYOUT = {
+    "qwen2 with windows",
+    "gemma2",
+    "gpt2",
+    "granite",
+    "qwen3_moe",
+    "gpt_oss",
+    "qwen3_next",
+    "lfm2",
+    "granitemoehybrid",
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -94,6 +105,17 @@ def test_a_window_that_is_left_out_is_noticed(dtype, monkeypatch, caplog):
     scorer = TreeScorer(tiny_model("mistral", {"sliding_window": WINDOW}).to(dtype))
     assert scorer.path.layout == "once"  # which leaves windows to the model
     assert "tree rows" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", HYBRID_FAMILIES)
+def test_a_layout_that_leaks_is_refused_by_bits_and_not_by_the_tolerance(name, dtype, monkeypatch):
+    model = tiny_model(*HYBRID_FAMILIES[name]).to(dtype)
+    monkeypatch.setattr(path_search, "TOLERANCE", {dtype: float("inf")})
+    assert Policy(deepcopy(model)).path.layout == "packed"
+    # Positions alone keep completions apart, which no state or convolution reads.
+    monkeypatch.setattr(mixer_rows, "mixers_of", lambda _: [])
+    assert Policy(model).path.layout == "plain"
 
 
 def test_a_head_that_the_spec_misses_falls_back_to_the_models_logits(caplog):

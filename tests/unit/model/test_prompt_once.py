@@ -54,13 +54,13 @@ def test_a_model_that_drops_its_state_between_passes_keeps_plain_rows(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_model_whose_states_see_padding_keeps_plain_rows(dtype):
+def test_a_model_whose_states_see_padding_runs_trees(dtype):
     kind, settings = HYBRID_FAMILIES["granitemoehybrid"]
     model = tiny_model(kind, {**settings, "mamba_proj_bias": True})
     for name, parameter in model.named_parameters():
         if name.endswith("in_proj.bias"):
             torch.nn.init.normal_(parameter, std=0.1)
-    assert TreeScorer(model.to(dtype)).path.layout == "plain"
+    assert TreeScorer(model.to(dtype)).path.layout == "packed"  # padded on the right
 
 
 @pytest.mark.parametrize(

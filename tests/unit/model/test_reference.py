@@ -46,7 +46,8 @@ def test_a_way_to_score_that_another_rank_refuses_is_not_taken(saved_llama):
     model = load_causal_lm(options_of(saved_llama, dtype="float32"))
     here = []
     path = choose_path(model.eval(), lambda holds: here.append(holds) or len(here) != 2)
-    assert here == [True, True, True]  # the head, and the fastest layout, which fails there
+    # The head; the fastest layout, which fails there; the next one, which does not leak either.
+    assert here == [True, True, True, True]
     assert path.layout == "tree"
 
 

@@ -75,7 +75,9 @@ def test_a_window_counts_positions_and_each_kind_of_layer_has_its_own_mask():
     assert seen == [[0], [0, 1], [1, 2], [2, 3], [3, 4], [2, 5], [5, 6]]
     assert (masks["full_attention"] == 0).sum() == 24  # 1 + 2 + 3 + 4 + 5 + 4 + 5
     config.layer_types = ["full_attention", "linear_attention"]
-    with refuses(ValueError, "linear_attention"):
+    assert [*windows_by_kind(config)] == ["full_attention"]
+    config.layer_types = ["full_attention", "chunked_attention"]
+    with refuses(ValueError, "chunked_attention"):
         windows_by_kind(config)
 
 
