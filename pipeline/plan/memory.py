@@ -302,13 +302,10 @@ def _measure(
 ) -> MeasuredPolicy:
     scores = facts.objective.head == "score"
     kind: Any = AutoModelForSequenceClassification if scores else None
+    adapter = lora.continued(facts.policy.adapter)
     with untraced():
-        model = prepare_for_training(
-            empty_model(facts.policy, facts.dtype, kind),
-            train,
-            lora,
-            lora.continued(facts.policy.adapter),
-        )
+        empty = empty_model(facts.policy, facts.dtype, kind)
+        model = prepare_for_training(empty, train, lora, adapter)
     inner = causal_model(model)
     head = None if scores else inner.get_output_embeddings().weight
     layers = [one.weight for one in model.modules() if isinstance(one, nn.Linear)]

@@ -51,8 +51,8 @@ def with_adapters_settings(settings: Settings, objective: Objective, adapter: st
         if lora.enabled or given.get("lora.start") == "adapter":
             raise UsageError(
                 f"{objective.name} with lora.start={lora.start} trains all weights, with {adapter} "
-                "merged into them: other programs cannot load a new adapter on top of both. Pass "
-                "--lora-start merge without --lora, or make the cache with a merged model."
+                "merged into them. Pass --lora-start merge without --lora, or for a new adapter "
+                "--lora --model MERGED --set train.other_reference=true."
             )
         lora = replace(lora, start="merge")
     else:

@@ -30,7 +30,7 @@ VOLATILE_CONFIG = frozenset(
 VOLATILE_ADAPTER = frozenset(
     {"base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping"}
 )
-# The values of an adapter's init_lora_weights that leave the base as it is.
+# The values of an adapter's init_lora_weights with which peft leaves the base as it is.
 KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
 # A head that equals the input embedding may be stored or left out: the model is the same.
 HEAD_NAMES = frozenset({"lm_head.weight", "embed_out.weight"})
@@ -184,11 +184,9 @@ def adapter_settings(folder: str) -> dict[str, Any]:
     require_adapter(folder)
     file = Path(folder) / "adapter_config.json"
     own = read_json(file)
-    # With other values peft changes the base while it loads the adapter, some at random.
-    keeps_base = own.get("init_lora_weights", True) in KEEPS_BASE
     for name, is_right in (
         ("peft_type", own.get("peft_type") == "LORA"),
-        ("init_lora_weights", keeps_base),
+        ("init_lora_weights", own.get("init_lora_weights", True) in KEEPS_BASE),
         ("kasa_config", not own.get("kasa_config")),
     ):
         if not is_right:

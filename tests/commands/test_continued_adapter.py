@@ -78,6 +78,28 @@ def test_one_adapter_of_the_same_shape_is_saved_for_the_base(adapted, tmp_path):
     assert (run / "answers.jsonl").exists()
 
 
+def test_on_a_bfloat16_base_it_learns_in_float32(adapted, tmp_path):
+    run = tmp_path / "run"
+    adapted.run(run, "--method", "dpo", "--dtype", "bfloat16", "--max-steps", 1)
+    stored = load_file(run / "model" / FILE).values()
+    assert {one.dtype for one in stored} == {torch.float32}
+    # DeepSpeed casts nothing, and the adapter has bits that bfloat16 cannot hold.
+    assert not any(torch.equal(one, one.bfloat16().float()) for one in stored)
+    engine = json.loads((run / "deepspeed.json").read_text())
+    assert not engine["bf16"]["enabled"]
+
+
+def test_a_new_adapter_is_trained_on_merged_weights(adapted, tmp_path):
+    merged, run = tmp_path / "merged", tmp_path / "run"
+    shutil.copytree(adapted.model, merged)
+    old = AutoPeftModelForCausalLM.from_pretrained(adapted.folder / "adapter")
+    old.merge_and_unload().save_pretrained(merged)
+    words = ("--model", merged, "--set", "train.other_reference=true", "--max-steps", 1)
+    adapted.run(run, "--lora", "--lora-rank", 3, *words)
+    settings = json.loads((run / "model" / "adapter_config.json").read_text())
+    assert (settings["base_model_name_or_path"], settings["r"]) == (str(merged), 3)
+
+
 def test_merging_it_first_trains_all_weights(adapted, tmp_path):
     words = ("--method", "dpo", "--lora-start", "merge", "--max-steps", 1)
     adapted.run(tmp_path / "run", *words)
