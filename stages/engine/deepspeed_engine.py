@@ -216,7 +216,10 @@ class DeepSpeedEngine:
         """
         self._engine.train(dropout_seed is not None)
         if dropout_seed is not None:
-            torch.manual_seed(dropout_seed)
+            # `torch.manual_seed` notes where it is called for each kind of device that is not here.
+            torch.default_generator.manual_seed(dropout_seed)
+            if self._engine.device.type == "cuda":
+                torch.cuda.manual_seed_all(dropout_seed)
 
     def set_lr(self, lr: float) -> None:
         """Sets the learning rate of the next update."""

@@ -19,7 +19,7 @@ from ...schemas.errors import ServerError, UsageError
 PLACEHOLDER = re.compile(r"\{(\w+)\}")  # does not match JSON in a word of the command
 GUARD = Path(__file__).with_name("end_with_parent.py")
 HOST = "127.0.0.1"
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.05
 LAST_LINES = 5  # of the log, shown in errors
 
 
