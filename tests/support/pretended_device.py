@@ -8,7 +8,7 @@ that uses it runs in a process of its own.
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from align.stages.model import fused_head
@@ -108,7 +108,7 @@ def _run(func, args, kwargs):
     if torch.is_inference_mode_enabled() and _is_composite(func):
         with PretendedDevice():  # it arrives whole in that mode alone
             return func.decompose(*args, **kwargs)
-    flat = tree_flatten((args, kwargs))[0]
+    flat, shape = tree_flatten((args, kwargs))
     here = [one for one in flat if isinstance(one, Pretended)]
     if func is aten.is_pinned.default:
         return _is_pinned(args[0])
@@ -122,7 +122,7 @@ def _run(func, args, kwargs):
         WAITS.add(str(func))
     elif _is_slow_copy(func, args, kwargs):
         WAITS.add(f"{func} of memory that is not pinned")
-    given, named = tree_map(_raw, args), tree_map(_raw, kwargs)
+    given, named = tree_unflatten(map(_raw, flat), shape)
     if func is aten._to_copy.default:
         named.pop("non_blocking", None)
     is_pinned = named.pop("pin_memory", None)

@@ -1,7 +1,11 @@
+import time
+from types import SimpleNamespace
+
 import pytest
 import wandb
+from tensorboard.summary.writer import event_file_writer
 
-from align.stages.tracking import wandb_tracker
+from align.stages.tracking import tensorboard_tracker, wandb_tracker
 from align.stages.tracking.tracker import quiet
 from support.wandb_runs import tear_down
 from support.wandb_server import serving
@@ -16,6 +20,14 @@ def wandb_imported(tmp_path_factory):
     with quiet("wandb"):
         wandb.init(settings=settings).finish()
     tear_down()
+
+
+@pytest.fixture
+def quick_seconds(monkeypatch):
+    """A second of TensorBoard, by which its files are named, takes 50 ms."""
+    clock = SimpleNamespace(time=lambda: 20 * time.time(), sleep=time.sleep)
+    for module in (tensorboard_tracker, event_file_writer):
+        monkeypatch.setattr(module, "time", clock)
 
 
 @pytest.fixture

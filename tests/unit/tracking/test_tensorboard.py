@@ -10,6 +10,8 @@ from support.tracked_training import begin, kill, learn, run_folder, trained_aga
 
 ALONE = ["tensorboard"]
 
+pytestmark = pytest.mark.usefixtures("quick_seconds")
+
 
 @pytest.fixture
 def killed(tmp_path):

@@ -131,6 +131,7 @@ def run(request, tmp_path, monkeypatch):
     elif request.param == "wandb online":
         store = request.getfixturevalue("wandb_server")
     else:
+        request.getfixturevalue("quick_seconds")
         store = {"tensorboard": TensorboardStore, "wandb": WandbStore}[request.param](root)
     with quiet(store.name):
         tracker_of(store.name)(store.address)
