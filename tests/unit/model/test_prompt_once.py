@@ -50,7 +50,10 @@ def test_half_precision_runs_prompts_once_too(name):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_model_that_drops_its_state_between_passes_keeps_plain_rows(dtype):
-    assert TreeScorer(tiny_model(*FORGETFUL).to(dtype)).path.layout == "plain"
+    kind, settings = FORGETFUL
+    # In bfloat16 its log-probs are as far off as rounding may take them.
+    model = tiny_model(kind, {**settings, "initializer_range": 0.05})
+    assert TreeScorer(model.to(dtype)).path.layout == "plain"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
