@@ -48,6 +48,19 @@ def test_it_begins_as_the_reference_and_resumes_to_the_bit(adapted, tmp_path, me
     assert (run / "model" / FILE).read_bytes() == (whole / "model" / FILE).read_bytes()
 
 
+@pytest.mark.parametrize("preset", [pytest.param("zero2", marks=pytest.mark.long), "zero3"])
+def test_two_ranks_resume_it_to_the_bit(adapted, tmp_path, preset):
+    words, run = ("--method", "dpo", "--deepspeed", preset), tmp_path / "run"
+    whole = adapted.whole(*words, ranks=2)
+    assert learned(whole)[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    kills = ["before:update=kill@6"] * 2
+    answers = adapted.start(run, *words, ranks=2, faults=kills).answers()
+    assert answers[0].code == KILLED, answers
+    adapted.run(run, *words, *RESUME, ranks=2)
+    assert learned(run) == learned(whole)
+    assert (run / "model" / FILE).read_bytes() == (whole / "model" / FILE).read_bytes()
+
+
 def test_one_adapter_of_the_same_shape_is_saved_for_the_base(adapted, tmp_path):
     whole = adapted.whole("--method", "dpo")
     before, after = (

@@ -6,6 +6,7 @@ import polars as pl
 import pytest
 
 from support.command import refusal, success
+from support.families import saved_adapter
 from support.rounds_play import counted, damage, lines_of, prompts_in, write_settings
 from support.trainings import KILLED
 
@@ -57,6 +58,15 @@ def test_every_sample_and_every_judgment_is_paid_once(played):
     assert played.lines[2][:3] == played.lines[0]
     # No policy of a finished training is in memory while another one samples.
     assert first.held == [0] * 5
+
+
+def test_an_adapter_of_the_first_model_is_merged_into_the_policy(world, tmp_path):
+    adapter = saved_adapter(tmp_path / "adapter", world.model)
+    model = {"adapter": str(adapter)}
+    path = write_settings(tmp_path, world, model=model, rounds={"count": 1, "output": "out"})
+    success("rounds", path)
+    trained = tmp_path / "out" / "round-001" / "run" / "model"
+    assert {one.name for one in trained.glob("*.safetensors")} == {"model.safetensors"}
 
 
 def test_a_held_out_prompt_is_in_no_round_and_each_round_has_new_ones(played):
