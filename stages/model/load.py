@@ -19,7 +19,7 @@ from ...schemas.errors import UsageError
 from .adapters import with_adapter
 from .library_errors import as_usage_error
 from .model_folder import CONFIG, model_config, require_own_weights, stored_dtype
-from .transformers_compat import drop_towers, quiet, supports_sdpa, text_kind
+from .transformers_compat import drop_towers, quiet, shorten_chunks, supports_sdpa, text_kind
 
 _public: Any = transformers  # its stub names few of its classes
 
@@ -157,6 +157,7 @@ def empty_model(options: ModelOptions, dtype: str, kind: Any) -> nn.Module:
             config, dtype=DTYPES[dtype], trust_remote_code=False
         )
         drop_towers(empty)
+        shorten_chunks(empty)
     return empty
 
 
@@ -210,6 +211,7 @@ def from_folder(
     # Quantized weights are saved as they are in memory, with the tower's.
     if "quantization_config" not in model_config(options.path):
         drop_towers(model)
+    shorten_chunks(model)
     return model, unused
 
 

@@ -5,6 +5,8 @@ import logging
 import pytest
 import torch
 
+from align.schemas.config import ModelOptions
+from align.stages.model.load import load_causal_lm
 from align.stages.model.reference import TreeScorer
 from support.branch_by_branch import own_logps
 from support.families import (
@@ -31,16 +33,15 @@ def test_completions_of_a_prompt_that_ran_once_have_the_log_probs_of_the_models_
         expected = own_logps(model, TREES)
     scorer = TreeScorer(model)
     assert (scorer.path.layout, scorer.path.head) == ("once", "fused")
-    lengths = [len(branch) for tree in TREES for branch in tree.branches]
     for trees in (TREES, TREES[:1]):
-        found = torch.from_numpy(scorer.score(trees))
-        gaps = torch.split(found.double() - expected[: len(found)], lengths[: num_branches(trees)])
-        for gap in gaps:
-            assert abs(float(gap.sum())) <= 1e-4 * max(1, len(gap) / 100)
+        require_near(scorer.score(trees), expected, trees)
 
 
-def num_branches(trees):
-    return sum(len(tree.branches) for tree in trees)
+def require_near(logps, expected, trees):
+    """Requires sums that are at most 1e-4 nats off for each 100 tokens."""
+    lengths = [len(branch) for tree in trees for branch in tree.branches]
+    for gap in torch.split(torch.from_numpy(logps).double() - expected[: len(logps)], lengths):
+        assert abs(float(gap.sum())) <= 1e-4 * max(1, len(gap) / 100)
 
 
 @pytest.mark.parametrize("name", HYBRID_FAMILIES)
@@ -64,6 +65,19 @@ def test_a_model_whose_states_see_padding_runs_trees(dtype):
         if name.endswith("in_proj.bias"):
             torch.nn.init.normal_(parameter, std=0.1)
     assert TreeScorer(model.to(dtype)).path.layout == "packed"  # padded on the right
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "nemotron_h"])
+def test_scans_in_shorter_chunks_change_neither_log_probs_nor_the_config(name, tmp_path):
+    kind, settings = HYBRID_FAMILIES[name]
+    (setting,) = (one for one in settings if one.endswith("chunk_size"))
+    model = tiny_model(kind, {**settings, setting: 256})
+    model.save_pretrained(tmp_path)
+    loaded = load_causal_lm(ModelOptions(path=str(tmp_path), device="cpu", dtype="float32"))
+    with torch.no_grad():
+        expected = own_logps(model, TREES)
+    require_near(TreeScorer(loaded).score(TREES), expected, TREES)
+    assert getattr(loaded.config, setting) == 256
 
 
 @pytest.mark.parametrize(
