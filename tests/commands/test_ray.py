@@ -68,11 +68,13 @@ from align.schemas.errors import ServerError
 from support.deadly import Squares
 
 made = []
+os.environ["RAY_USAGE_STATS_ENABLED"] = "1"
 try:
     for item, _ in run_on_ray(Squares(kills=7), range(9), "shard", sys.argv[1], 2, 0.0):
         made.append(item)
 except ServerError as error:
     print(sorted(made), error)
+assert os.environ["RAY_USAGE_STATS_ENABLED"] == "1"
 """
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import polars as pl
 import pytest
 
+from align.pipeline.train.run_history import read_history
+from align.stages.storage.run.run_folder import RunFolder
 from support.command import refusal, success
 from support.families import saved_adapter
 from support.rounds_play import counted, damage, lines_of, prompts_in, write_settings
@@ -100,6 +102,16 @@ def test_a_policy_wins_where_its_score_is_above_that_of_the_policy_before(played
     assert points.count(0.5) < len(points)
     rate = lines[2]["metrics"]["held_out/win_rate/previous"]
     assert rate == pytest.approx(sum(points) / len(points))
+
+
+def test_a_line_of_a_round_has_the_last_metrics_of_its_training(played):
+    for line in played.lines[2][1:]:
+        run = played.folder / f"round-{line['round']:03d}" / "run"
+        last = read_history(RunFolder(run).metrics).learned.row(-1, named=True)
+        told = {name for name in line["metrics"] if name.startswith("train/")}
+        assert {"train/loss", "train/rewards/margins", "train/rewards/ties"} <= told
+        for name in told:
+            assert line["metrics"][name] == last[name.removeprefix("train/")]
 
 
 OTHERS = {

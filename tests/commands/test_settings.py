@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import yaml
 from align.pipeline.options.settings import as_absolute, as_yaml, flatten, load_settings
 from align.pipeline.options.yaml_values import from_yaml
 from align.pipeline.plan.memory import Budget
-from align.pipeline.plan.setting_checks import require_effect
+from align.pipeline.plan.setting_checks import require_effect, seconds_of
 from align.schemas.config import Config
 from align.schemas.errors import UsageError
 from align.schemas.train_options import TrainOptions
@@ -28,6 +29,40 @@ def load(*sets, data=(), **flags):
 
 def write(text, path="align.yaml"):
     Path(path).write_text(text)
+
+
+# Every other setting is empty, zero, off, auto or none by default.
+DEFAULTS = """
+data: {max_bad_frac: 0.001}
+tokens: {max_length: 2048, prompt_side: left, eos: append, learn: assistant}
+cache: {output: align-cache, kl_pairs: 1, scored: true, reuse_known: true}
+scoring: {tokens_per_batch: 16384, executor: inline}
+tracking: {mlflow: true, experiment: align}
+train:
+  {output: align-run, epochs: 1.0, batch_size: 64, lr: 1.0e-6, schedule: cosine, warmup: 0.1,
+  beta1: 0.9, beta2: 0.999, epsilon: 1.0e-8, max_grad_norm: 1.0, optimizer: adamw,
+  optimizer_dtype: float32, pairs_from_scores: best_worst, label_threshold: mean,
+  desirable_share: 1.0, undesirable_share: 1.0, eval_table: 200, log_every: 1, save_minutes: 30.0,
+  keep_last: 2, resume: never, nonfinite_limit: 3}
+lora: {rank: 16, alpha: 32.0}
+rewards: {output: align-rewards}
+server: {key_variable: OPENAI_API_KEY, concurrency: 16, timeout: 120.0, retries: 8}
+sample: {output: align-samples, n: 8, temperature: 1.0, top_p: 1.0, max_new_tokens: 512}
+judge: {output: align-judged, answer: answer, pairs: all, max_new_tokens: 512}
+select: {output: align-selected, rows: best_worst, threshold: mean}
+rounds: {output: align-rounds, count: 3, reference: fixed, serve_timeout: 600.0, eval_fraction: 0.1,
+  eval_n: 1}
+"""
+EMPTY = ("", 0, [], {}, "auto", "none")
+
+
+def test_a_run_without_settings_is_of_these_defaults():
+    found = {name: value for name, value in flatten(Config()).items() if value not in EMPTY}
+    assert found == {
+        f"{section}.{name}": value
+        for section, settings in yaml.safe_load(DEFAULTS).items()
+        for name, value in settings.items()
+    }
 
 
 @pytest.mark.parametrize("method", ["", *METHODS])
@@ -74,6 +109,11 @@ def test_config_prints_every_setting_and_where_it_comes_from(monkeypatch):
     flag = {"model.path": "flag"}
     assert load(**flag).config.model.path == "flag"
     assert load("model.path=set", **flag).config.model.path == "set"
+
+
+def test_a_time_is_in_days_hours_minutes_and_seconds():
+    times = {"": math.inf, "90s": 90, "45m": 2700, "3h30m": 12_600, "1d2h3m4s": 93_784}
+    assert {text: seconds_of(text) for text in times} == times
 
 
 def test_a_set_value_has_the_type_of_its_setting():

@@ -141,8 +141,9 @@ def test_a_thousand_runs_are_told_apart_at_once():
         require_different([*jobs, SimpleNamespace(config=again)])
 
 
-def test_failing_runs_are_reported_and_the_others_made(journey, own_uri, tmp_path):
+def test_failing_runs_are_reported_and_the_others_made(journey, own_uri, tmp_path, monkeypatch):
     """Two good runs, one that learns nothing but NaN, and one that finds its folder taken."""
+    monkeypatch.chdir(tmp_path)
     folder = tmp_path / "sweep"
     OutputFolder(folder, "sweep").prepare()
     (folder / "orpo-1e30").mkdir()
@@ -150,7 +151,7 @@ def test_failing_runs_are_reported_and_the_others_made(journey, own_uri, tmp_pat
     answer = align(
         "sweep",
         *("--method", "dpo", "--method", "orpo", "--lr", "1e-3,1e30"),
-        *("--cache", journey.cache, "--output", folder),
+        *("--cache", journey.cache, "--output", "sweep"),
         *("--max-steps", 3, "--eval-fraction", 0.2, "--batch-size", 8),
         *sets("train.nonfinite_limit=1", f"tracking.uri={own_uri}"),
     )
@@ -191,6 +192,7 @@ def test_failing_runs_are_reported_and_the_others_made(journey, own_uri, tmp_pat
     (parent,) = [run for run in runs if run.data.tags["align.stage"] == "sweep"]
     children = [run for run in runs if run.data.tags["align.stage"] == "train"]
     assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
+    assert {run.data.tags["align.sweep"] for run in (parent, *children)} == {str(folder)}
     names = {run.data.tags["align.trial"]: run.info.run_name.split(" · ") for run in children}
     model, _, data = parent.info.run_name.split(" · ")
     assert names == {trial: [model, trial, data] for trial in names}

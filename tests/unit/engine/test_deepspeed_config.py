@@ -115,6 +115,8 @@ def test_what_a_file_leaves_out_comes_from_the_options(config_of):
 def test_a_file_may_name_an_optimizer_that_the_options_lack(config_of):
     config = config_of({"optimizer": {"type": "SGD", "params": {"lr": "auto"}}}, here=ON_GPU)
     assert config["optimizer"] == {"type": "SGD", "params": {"lr": 2e-5}}
+    adam = config_of({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, here=ON_GPU)
+    assert adam["optimizer"]["params"].items() >= {**PARAMS, "amsgrad": True}.items()
     offloaded = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     file = {"optimizer": {"type": "auto"}, "zero_optimization": offloaded}
     config = config_of(file, here=ON_GPU, optimizer="adamw8bit")

@@ -17,6 +17,7 @@ from align.schemas.methods import Labels
 from align.schemas.rows import Role
 from align.stages.methods.method import STEP_OPTIONS
 from align.stages.methods.method_docs import describe, render_method, render_table
+from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.objective import resolve_weights
 from align.stages.methods.table import METHODS, objective_of, options_of
 from support.method_steps import (
@@ -170,6 +171,63 @@ def test_no_option_takes_what_it_cannot_use(method):
         for value in (math.nan, math.inf, -1.0, -1, True, None, [], *texts):
             with refuses(UsageError, f"method.{name}"):
                 options_of(method, {name: value})
+
+
+# Of an option in several methods, the usual default; any other option is 0 or empty.
+USUAL = {
+    "beta": 0.1,
+    "desirable_weight": 1.0,
+    "undesirable_weight": 1.0,
+    "eta": 1.0,
+    "sft_normalize": "mean",
+    "nll_scope": "pair",
+    "kl_use": "rotate",
+}
+OWN = {
+    "cdpo": {"label_smoothing": 0.2},
+    "robust": {"label_smoothing": 0.1},
+    "exo": {"label_smoothing": 0.001},
+    "discopop": {"beta": 0.05, "tau": 0.05},
+    "ipo": {"normalize": "mean"},
+    "dpo_norm": {"beta": 5.0},
+    "orpo": {"lam": 0.1},
+    "simpo": {"beta": 10.0, "gamma_ratio": 0.3},
+    "cpo": {"alpha": 1.0},
+    "slic": {"delta": 1.0, "lam": 0.1, "normalize": "sum"},
+    "grpo": {
+        "beta": 0.01,
+        "epsilon": 0.2,
+        "normalize": "tokens",
+        "std": "sample",
+        "std_epsilon": 0.0001,
+    },
+    "ppo": {
+        "epsilon": 0.5,
+        "lam": 0.95,
+        "gamma": 0.99,
+        "vf": 0.01,
+        "kl": 0.1,
+        "value_target": "gae",
+    },
+    "csft": {"good_token": "<|good|>", "bad_token": "<|bad|>"},
+}
+
+
+@each(BY_NAME)
+def test_a_method_without_options_is_of_these_defaults(method):
+    options = {name: value for name, value in options_of(method, {}) if value}
+    usual = {name: USUAL[name] for name in method.options.model_fields if name in USUAL}
+    assert options == usual | OWN.get(method.name, {})
+
+
+def test_modifiers_are_off_by_default_and_bounded_like_this():
+    assert {name: value for name, value in Modifiers() if value} == {
+        "f_divergence": "reverse_kl",
+        "f_alpha": 0.5,
+        "ld_alpha": 1.0,
+        "log_eps_p": -1.0,
+        "log_eps_r": 1.5,
+    }
 
 
 def others_of(field):

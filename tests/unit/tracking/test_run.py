@@ -14,6 +14,7 @@ import pytest
 from align.pipeline.jobs.tracker_sync import sync_runs
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import CorruptionError, Interrupted, UsageError
+from align.schemas.safe_text import MASK
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking import run as tracking
@@ -193,6 +194,23 @@ def test_an_address_means_the_same_from_everywhere_and_names_no_password(tmp_pat
         "postgresql://me:pw@host/db": "postgresql://host/db",
     }.items():
         assert MlflowTracker.plain_address(uri) == plain
+
+
+def test_no_text_of_a_record_holds_a_secret(tmp_path, uri, monkeypatch):
+    secret = "canary-of-the-record"
+    monkeypatch.setenv("OWN_API_KEY", secret)
+    folder = run_folder(tmp_path)
+    run = begin(folder, uri, sends=False, run_name=secret, experiment=secret)
+    run.set_tags({"tag": secret})
+    for value in (secret, f"now {secret}"):
+        run.log_params({"setting": value})
+    run.describe(secret)
+    run.log_dataset(secret, digest="", source=secret, context="training")
+    run.log_model_link(tmp_path / secret, tags={})
+    run.finish("FINISHED")
+    text = folder.run_record.read_text()
+    assert secret not in text
+    assert text.count(MASK) == 9  # the name, the experiment, and the seven texts
 
 
 def test_a_training_sends_nothing_before_its_first_step_and_all_after_it(

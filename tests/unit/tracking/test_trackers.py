@@ -427,6 +427,15 @@ os._exit(0)
 """
 
 
+def test_a_folder_with_the_name_of_a_library_is_not_that_library(tmp_path, monkeypatch):
+    (tmp_path / tracker_of("wandb").library).mkdir()
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "wandb", raising=False)
+        patch.setattr(sys, "path", [str(tmp_path)])
+        with refuses(UsageError, "tracking.trackers", "pip install"):
+            trackers.require_trackers(TrackingOptions(trackers=["wandb"]))
+
+
 def test_no_library_of_a_tracker_is_imported_before_the_first_step(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", LIGHT], cwd=tmp_path, capture_output=True, text=True, check=True

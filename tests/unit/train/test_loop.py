@@ -1,7 +1,10 @@
 """When the loop tells, measures, saves and ends."""
 
+import math
+
 import pytest
 
+from align.schemas.batches import Update
 from align.schemas.checkpoint import State
 from align.stages.train import evaluation
 from align.stages.train.together import StopConditions
@@ -65,6 +68,16 @@ def test_what_is_due_is_done_once(run, settings, told, measured, saved):
     epochs = [metrics["epoch"] for _, metrics in recorded.steps]
     assert epochs == pytest.approx([step / 3 for step in told])
     assert all(metrics["step_applied"] == 1 for _, metrics in recorded.steps)
+
+
+def test_a_step_that_is_not_applied_enters_no_mean(training_world, one_rank, monkeypatch):
+    """The mean of bco is over all rewards so far."""
+    session = session_of(job_of(training_world.labels, "bco", max_steps=1), one_rank)
+    refused = Update(applied=False, grad_norm=math.inf)
+    monkeypatch.setattr(session.engine, "step", lambda: refused)
+    recorded, place, _ = through(session)
+    assert [step for step, _ in recorded.refused] == [1]
+    assert place.methods == {}
 
 
 def test_a_run_of_which_nothing_is_learned_ends_when_its_patience_does(run):
