@@ -29,7 +29,7 @@ RUNS = {
         "scorer": ("--method", "reward"),
     },
     "qwen3_5": {
-        "full": ("--method", "kto"),
+        "full": ("--method", "kto", "--deepspeed", "zero3"),
         "lora": ("--method", "orpo", "--lora", "--merge"),
         "scorer": ("--method", "reward"),
     },
