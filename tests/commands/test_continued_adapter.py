@@ -102,6 +102,14 @@ def test_on_a_bfloat16_base_it_learns_in_float32(adapted, tmp_path):
     assert not engine["bf16"]["enabled"]
 
 
+def test_in_four_bits_it_is_saved_for_the_plain_base(adapted, tmp_path):
+    run = tmp_path / "run"
+    adapted.run(run, "--method", "dpo", "--quantize", "nf4", "--merge", "--max-steps", 1)
+    plain = AutoPeftModelForCausalLM.from_pretrained(run / "model").merge_and_unload().state_dict()
+    merged = load_file(run / "model-merged" / "model.safetensors")
+    assert all(torch.equal(plain[name], one) for name, one in merged.items())
+
+
 def test_a_new_adapter_is_trained_on_merged_weights(adapted, tmp_path):
     merged, run = tmp_path / "merged", tmp_path / "run"
     shutil.copytree(adapted.model, merged)
@@ -111,6 +119,18 @@ def test_a_new_adapter_is_trained_on_merged_weights(adapted, tmp_path):
     adapted.run(run, "--lora", "--lora-rank", 3, *words)
     settings = json.loads((run / "model" / "adapter_config.json").read_text())
     assert (settings["base_model_name_or_path"], settings["r"]) == (str(merged), 3)
+
+
+def test_both_stages_in_one_command_train_it_further(adapted, world, tmp_path):
+    words = ("run", world.data.paired, "--model", adapted.model, "--method", "orpo", "--no-mlflow")
+    adapter = ("--adapter", adapted.folder / "adapter")
+    output = ("--output", tmp_path / "run", "--cache", tmp_path / "cache", "--max-steps", 1)
+    answer = adapted.server.run(*words, *adapter, *output, "--lora-rank", 3)
+    assert answer.code == 2  # before stage 1
+    require_names(answer.err, "lora.rank", "3", "4")
+    assert not (tmp_path / "cache").exists()
+    adapted.server.success(*words, *adapter, *output)
+    assert (tmp_path / "run" / "model" / FILE).exists()
 
 
 def test_merging_it_first_trains_all_weights(adapted, tmp_path):

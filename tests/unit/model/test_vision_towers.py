@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,6 +73,12 @@ def test_an_adapter_names_no_layer_of_the_tower(folder, tmp_path):
         assert names == own.keys()
         assert all("language_model" in name for name in names)
         assert any("up_proj" in name for name in names)
+        # It is trained further in the same shape.
+        options = replace(options_of(folder), adapter=str(tmp_path / "adapter"))
+        again = load_policy(options, TRAIN, LoraOptions(enabled=True)).model
+        learning = {name: one for name, one in again.named_parameters() if one.requires_grad}
+        assert learning.keys() == own.keys()
+        assert all(torch.equal(one, own[name]) for name, one in learning.items())
 
 
 @pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)
