@@ -44,7 +44,7 @@ train:
   optimizer_dtype: float32, pairs_from_scores: best_worst, label_threshold: mean,
   desirable_share: 1.0, undesirable_share: 1.0, eval_table: 200, log_every: 1, save_minutes: 30.0,
   keep_last: 2, resume: never, nonfinite_limit: 3}
-lora: {rank: 16, alpha: 32.0}
+lora: {start: adapter, rank: 16, alpha: 32.0}
 rewards: {output: align-rewards}
 server: {key_variable: OPENAI_API_KEY, concurrency: 16, timeout: 120.0, retries: 8}
 sample: {output: align-samples, n: 8, temperature: 1.0, top_p: 1.0, max_new_tokens: 512}
