@@ -46,6 +46,8 @@ def with_adapter(model: Any, folder: str, *, is_trainable: bool = False) -> Any:
             f"(first: {missing[:3]}) and {len(unused)} are not used (first: {unused[:3]}). "
             f"{made_for}"
         )
+    if is_trainable:
+        _require_read(adapted)
     return adapted
 
 
@@ -80,6 +82,7 @@ def add_lora(model: Any, options: LoraOptions, seed: int) -> nn.Module:
             f"lora.targets: {options.targets} includes the output layer {head}, whose adapter the "
             "fused log-prob head would ignore. Leave it out."
         )
+    _require_read(adapted)
     _require_all_adapted(adapted, options.targets, instead)
     for parameter in adapted.parameters():
         # For quantized weights, which are stored as integers, peft makes a float32 adapter.
@@ -133,9 +136,21 @@ def _linear_layers(model: Any) -> list[str]:
 def _read_by_kernels(model: nn.Module) -> list[str]:
     """The output projections of Mamba 2, whose kernel reads the weight and not the adapter."""
     mixers = {name: one for name, one in model.named_modules() if hasattr(one, "A_log")}
-    # Mamba 1 has a matrix of decays, and a delta rule does not skip its inputs.
-    of_mamba = [name for name, one in mixers.items() if one.A_log.ndim == 1 and hasattr(one, "D")]
+    # Mamba 1 has a matrix of decays, and a delta rule does not skip its inputs. ZeRO-3 flattens
+    # parameters, and keeps their shapes.
+    shapes = {name: getattr(one.A_log, "ds_shape", one.A_log.shape) for name, one in mixers.items()}
+    of_mamba = [name for name in mixers if len(shapes[name]) == 1 and hasattr(mixers[name], "D")]
     return [f"{name}.out_proj" for name in of_mamba]
+
+
+def _require_read(adapted: Any) -> None:
+    """Refuses to train an adapter that a kernel would ignore."""
+    unread = {*_read_by_kernels(adapted.get_base_model())}
+    if ignored := sorted(unread.intersection(_adapted_names(adapted))):
+        raise UsageError(
+            f"lora.targets: the kernel of {ignored[0]} reads its weight alone, so no adapter of it "
+            "can be trained. Leave the layer out; for a saved adapter, pass --lora-start merge."
+        )
 
 
 def _instead_of(targets: Sequence[str], model: Any) -> str:

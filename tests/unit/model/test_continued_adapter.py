@@ -17,7 +17,7 @@ from align.stages.model.policy import Policy, load_policy
 from align.stages.model.reference import HfReference
 from align.stages.model.save import save_adapter
 from align.stages.model.transformers_compat import quiet
-from support.families import mixed_trees, saved_adapter
+from support.families import HYBRID_FAMILIES, mixed_trees, saved_adapter, tiny_model
 from support.refusals import refuses
 
 pytestmark = pytest.mark.numeric
@@ -135,3 +135,14 @@ def test_an_adapter_that_changes_its_base_while_it_loads_is_refused(
     file.write_text(json.dumps(json.loads(file.read_text()) | {setting: value}))
     with refuses(UsageError, file, setting, value):
         adapter_settings(str(adapter))
+
+
+def test_an_adapter_that_a_kernel_would_ignore_is_refused(tmp_path):
+    base, targets = tmp_path / "base", ["in_proj", "out_proj"]
+    tiny_model(*HYBRID_FAMILIES["granitemoehybrid"]).save_pretrained(base)
+    options = ModelOptions(path=str(base))
+    with refuses(UsageError, "lora.targets", "mamba.out_proj"):
+        load_policy(options, TrainOptions(), replace(ON, targets=targets))
+    adapter = saved_adapter(tmp_path / "adapter", base, target_modules=targets)
+    with refuses(UsageError, "mamba.out_proj", "--lora-start merge"):
+        load_policy(replace(options, adapter=str(adapter)), TrainOptions(), ON)
