@@ -24,6 +24,7 @@ OPTIONS = TrainOptions(weight_decay=0.1, max_grad_norm=0.05, lr=1e-3, beta2=0.95
 WEIGHTS = apart(sum(lr for *_, lr in STEPS), norm=OPTIONS.max_grad_norm) + 6 * 4 * UNIT
 
 
+@cache
 def rows_of(step):
     return some_trees(np.random.default_rng(step), STEPS[step][0])
 

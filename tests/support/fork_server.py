@@ -79,7 +79,7 @@ def wait(pid, seconds):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
+        time.sleep(0.003)
     return None
 
 
