@@ -17,7 +17,6 @@ from xdist.scheduler import LoadFileScheduling
 
 from align.cli import SHORT_SPINS
 from align.schemas import safe_text
-from align.stages.demo.tiny_tokenizer import make_tokenizer
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking.mlflow_silence import ENVIRONMENT
 from support.command import Answer
@@ -181,6 +180,9 @@ def prepared_run(tmp_path):
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory):
+    # It imports transformers, which the process that starts the workers does without.
+    from align.stages.demo.tiny_tokenizer import make_tokenizer  # noqa: PLC0415
+
     folder = tmp_path_factory.mktemp("tokenizer") / "tokenizer"
     make_tokenizer(folder)
     return str(folder)

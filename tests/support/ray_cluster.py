@@ -26,7 +26,7 @@ LOOPBACK = {
 FOUND = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
 KERNELS = {"USE_HUB_KERNELS": "1"}  # as on machines where the command does not run
 NODE = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "object_store_memory": 128 * 1024 * 1024}
-# Without processes that nothing here asks for; a lost node is noticed within a second.
+# Without processes that nothing here asks for; a lost node is noticed within three seconds.
 HEAD = {
     **NODE,
     "include_dashboard": False,
@@ -34,9 +34,7 @@ HEAD = {
     "no_monitor": True,
     "_system_config": {
         "prestart_worker_first_driver": False,
-        "health_check_initial_delay_ms": 0,
-        "health_check_period_ms": 200,
-        "health_check_timeout_ms": 10_000,
+        "health_check_period_ms": 500,
     },
 }
 
