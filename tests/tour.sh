@@ -134,6 +134,11 @@ moved() { ranks train --method dpo --cache cache --output moved "${T[@]}" --max-
 see "begun on two ranks, resumed on one" moved
 see "offload to the CPU" quiet train --method dpo --cache cache --output offload "${T[@]}" --max-steps 1 --deepspeed zero2-offload
 see "LoRA, merged" quiet train --method dpo --cache cache --output lora --lora --set lora.merge=true "${T[@]}"
+continued() {
+    quiet precompute-ref all.jsonl "${MODEL[@]}" --adapter lora/model --output adapted &&
+        quiet train --method dpo --cache adapted --output continued "${T[@]}" && [ -f continued/model/adapter_model.safetensors ]
+}
+see "an adapter, continued" continued
 see "QLoRA" quiet train --method dpo --cache cache --output qlora --lora --quantize nf4 "${T[@]}" --max-steps 1
 see "file weights and shares of labels" quiet train --method kto --cache cache --output shares "${T[@]}" --max-steps 1 --set train.desirable_share=0.5 --set 'train.file_weights={all.jsonl: 0.5}'
 see "a mixture of methods" quiet train --method dpo:0.8+sft:0.2 --cache cache --output mixture "${T[@]}" --max-steps 1

@@ -443,7 +443,8 @@ def is_useful(
     preset, now = PRESETS.get(changes.get(ZERO, "")), PRESETS.get(config.train.deepspeed)
     offloaded = len(now.offloads) if now else 0
     cannot_shard = config.lora.quantize != "none" or config.model.compile
-    if all(known[name] == value for name, value in changes.items()):
+    is_merged = "lora.enabled" in changes and config.lora.start == "merge"  # and has no base
+    if is_merged or all(known[name] == value for name, value in changes.items()):
         return False
     if device == "cpu" and (INPUTS in changes or (preset and preset.offloads)):
         return False  # it would move within the same memory

@@ -278,6 +278,8 @@ def test_a_model_that_cannot_recompute_is_trained(training_world, new_facts, mon
     choice = chosen(config, within(new_facts, 0))
     assert {*choice.nearest.changes} == {"train.tokens_per_batch"}
     assert "lora.enabled" in choice.advice.changes
+    merging = chosen(changed(config, {"lora.start": "merge"}), within(new_facts, 0))
+    assert "lora.enabled" not in (merging.advice or merging.nearest).changes
     with refuses(UsageError, "train.gradient_checkpointing"):
         chosen(changed(config, {"train.gradient_checkpointing": True}), new_facts)
 
