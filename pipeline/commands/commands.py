@@ -90,13 +90,20 @@ def init(
     path: Path = argument("Where to write it.", Path("align.yaml")),
     schema: bool = option("Also write align.schema.json, for editors.", False, "--schema"),
     method: str = option("Include this method and its options.", "", metavar="<name>"),
+    recipe: str = option(
+        "Only the settings of a common case: kto-8b-lora-24gb, …; another word lists them.",
+        "",
+        metavar="<name>",
+    ),
 ) -> None:
-    """Write an align.yaml with every setting, its default and its meaning."""
+    """Write an align.yaml with every setting, its default and its meaning, or a recipe."""
     from ...schemas.config import Config
     from ...schemas.json_codec import json_schema
     from ...stages.storage.disk import fs
-    from ..options.settings import template
+    from ..options import settings
 
+    if recipe and method:
+        raise UsageError("--recipe and --method are both given. A recipe has its method.")
     if path.exists():
         raise UsageError(f"{path} exists. Remove it first, or name another file.")
     if not path.parent.is_dir():
@@ -106,7 +113,7 @@ def init(
         from ...stages.methods.table import find_method
 
         chosen = find_method(method)
-    text = template(chosen)
+    text = settings.recipe(recipe) if recipe else settings.template(chosen)
     if schema:
         beside = path.with_name("align.schema.json")
         with fs.new_file(beside, replaces=True) as file:
@@ -114,7 +121,8 @@ def init(
         text = f"# yaml-language-server: $schema={beside.name}\n{text}"
     with fs.new_file(path, replaces=False) as file:
         file.write(text.encode())
-    echo(f"{path} written. Set model.path in it.\nnext: align precompute-ref data.parquet")
+    echo(f"{path} written. Set model.path in it.")
+    echo("next: the commands at its head" if recipe else "next: align precompute-ref data.parquet")
 
 
 @command("Begin", "align config --changed")

@@ -286,6 +286,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return flatten(_checked(found, dict.fromkeys(found, str(path)), "config"))
 
 
+def recipe(name: str) -> str:
+    """The text of an align.yaml for a common case."""
+    folder = Path(__file__).parent / "recipes"
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in known:
+        raise UsageError(f"--recipe {name}: there is no such recipe. Take {', '.join(known)}.")
+    return (folder / f"{name}.yaml").read_text(encoding="utf-8")
+
+
 def template(method: Method | None) -> str:
     """The text of a new align.yaml: every setting, its default and its meaning.
 

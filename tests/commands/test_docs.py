@@ -77,6 +77,7 @@ def test_every_command_is_one_that_the_command_line_takes():
     given = [(name_of(path), words) for path in PAGES for words in commands(path)]
     given += [(name_of(path), words) for path in PAGES for words in inline_commands(path)]
     given += [("many processes", words) for words in commands_of_scripts()]
+    given += [("recipes", words) for words in commands_of_recipes()]
     demo = list(filter(None, map(CALL.fullmatch, steps_of_demo())))
     assert len(demo) > 3
     given += [("demo", shlex.split(called["words"])) for called in demo]
@@ -92,6 +93,14 @@ def inline_commands(path):
     """Whole commands in running text: those that leave nothing to be filled in."""
     texts = [text for text in codes(path) if re.fullmatch(r"align [^A-Z…]+ [^A-Z…]+", text)]
     return [shlex.split(text)[1:] for text in texts]
+
+
+def commands_of_recipes():
+    """Those at the head of each recipe; two blanks begin what is said of one."""
+    for recipe in (ROOT / "pipeline" / "options" / "recipes").glob("*.yaml"):
+        for line in re.findall(r"^#   (.+)", recipe.read_text(encoding="utf-8"), re.MULTILINE):
+            command = line.partition("  ")[0].partition("align ")[2]
+            yield shlex.split(command)
 
 
 def commands_of_scripts():

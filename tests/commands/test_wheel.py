@@ -44,7 +44,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     facts = f"{project['name'].replace('-', '_')}-{__version__}.dist-info"
     assert {name.partition("/")[0] for name in names} == {"align", facts}
     rooms = [path for room in ROOMS for path in (ROOT / room).rglob("*")]
-    files = [path for path in rooms if path.suffix in {".py", ".j2", ".css"}]
+    files = [path for path in rooms if path.suffix in {".py", ".j2", ".css", ".yaml"}]
     files += [ROOT / name for name in ("__init__.py", "__main__.py", "cli.py", "py.typed")]
     wanted = {f"align/{path.relative_to(ROOT)}" for path in files}
     assert {name for name in names if name.startswith("align/")} == wanted
