@@ -36,9 +36,31 @@ def rows_for_mixers(model: Any, batch: TreeBatch) -> dict[str, Any]:
         model.has_mixers = bool(mixers)
     if not model.has_mixers:
         return {}
-    # Under ZeRO-3 every rank must call a module equally often.
-    is_partitioned = any(hasattr(one, "ds_id") for one in model.parameters())
-    return {"mixer_rows": mixer_rows(batch, shortest=0.0 if is_partitioned else 0.5)}
+    return {"mixer_rows": mixer_rows(batch)}
+
+
+def gather_around_mixers(model: Any) -> None:
+    """Lets ZeRO-3 gather all weights of a mixer around its call.
+
+    It reads a convolution's weight without calling it, and ranks may call its layers unequally
+    often: DeepSpeed gathers for calls alone, and waits for all ranks.
+    """
+    from deepspeed.utils.z3_leaf_module import (  # noqa: PLC0415 - slow to import
+        set_z3_leaf_module,
+    )
+
+    for mixer in mixers_of(model):
+        set_z3_leaf_module(mixer, flag=True)
+        mixer.register_forward_pre_hook(_by_position, with_kwargs=True)
+
+
+def _by_position(_mixer: nn.Module, args: Any, options: dict[str, Any]) -> Any:
+    """A mixer's inputs with the states by position: DeepSpeed's hooks miss those by name.
+
+    It would release the weights before the backward pass.
+    """
+    first = (options.pop("hidden_states"),) if "hidden_states" in options else ()
+    return (*first, *args), options
 
 
 def mixers_of(model: Any) -> list[nn.Module]:
@@ -47,8 +69,8 @@ def mixers_of(model: Any) -> list[nn.Module]:
     return [one for one in modules if any(isinstance(part, nn.Conv1d) for part in one.children())]
 
 
-def mixer_rows(batch: TreeBatch, shortest: float) -> MixerRows:
-    """The rows of a batch; `shortest`: the least length in a call, as a share of the longest."""
+def mixer_rows(batch: TreeBatch) -> MixerRows:
+    """The rows of a batch; those of a call are at least half as long as its longest."""
     edges = [0, *chain(*batch.edges), batch.token_ids.numel()]
     sizes = [stop - start for start, stop in pairwise(edges)]
     rows: list[tuple[int, int]] = []
@@ -62,7 +84,7 @@ def mixer_rows(batch: TreeBatch, shortest: float) -> MixerRows:
 
     groups: list[list[tuple[int, int]]] = []
     for row in sorted(rows, key=length, reverse=True):
-        if not groups or length(row) < shortest * length(groups[-1][0]):
+        if not groups or 2 * length(row) < length(groups[-1][0]):
             groups.append([])
         groups[-1].append(row)
     return MixerRows(sizes, groups)

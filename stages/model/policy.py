@@ -36,6 +36,7 @@ from .logprobs import (
     input_device,
     require_known_ids,
 )
+from .mixer_rows import gather_around_mixers
 from .path_search import ANY_PATH, Agree, PathOptions, choose_path, explaining_compile_errors
 from .transformers_compat import (
     beside_text,
@@ -163,7 +164,9 @@ class Policy(nn.Module):
             from .router_watch import RouterWatch  # noqa: PLC0415 - as above
 
             self._routers = RouterWatch(causal_model(model))
-        if not self.is_sharded:
+        if self.is_sharded:
+            gather_around_mixers(causal_model(model))
+        else:
             self.choose_path()
         # Outside the model, so that saved weights and adapters do not include it.
         self.value_head = value_head(causal_model(model)) if head == "values" else None

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from align.pipeline.options.settings import load_settings
 from align.pipeline.plan.memory import Budget
@@ -24,6 +24,7 @@ from align.stages.model.logprobs import ScoringPath, branch_logps
 from align.stages.model.micro_batch import kept
 from align.stages.model.transformers_compat import recompute_activations
 from align.stages.model.tree_attention import tree_batch
+from support.families import DELTA
 from support.live_bytes import LiveBytes
 from support.measured_peaks import CASES, MODELS, TINY, WITHIN, plan_of
 
@@ -75,16 +76,18 @@ def test_a_plan_is_within_15_percent_of_what_was_measured_and_never_far_below(sa
     assert 0.95 * case.peak <= tensors <= (1 + WITHIN) * case.peak
 
 
-def drawn(dtype=torch.float32):
+def drawn(kind="llama", dtype=torch.float32):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=256,
-        vocab_size=2000,
-    )
+    sizes = {
+        "hidden_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 256,
+        "vocab_size": 2000,
+    }
+    settings = {"llama": {}, "qwen3_5_text": {**DELTA, "num_hidden_layers": 2}}[kind]
+    config = AutoConfig.for_model(kind, **{**sizes, **settings})
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
@@ -96,14 +99,15 @@ def some_trees():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations_are_those_that_a_model_with_weights_keeps(dtype):
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
+def test_activations_are_those_that_a_model_with_weights_keeps(kind, dtype):
     with torch.device("meta"):
-        empty = drawn(dtype=dtype)
+        empty = drawn(kind, dtype)
     plain, dropping, recomputing = kept(empty, some_trees(), PACKED)
     batch = tree_batch(some_trees(), torch.device("cpu"), packed=True)
     # With recomputed activations the layers share rotations, which no hook is handed.
     for expected, within in ((plain, 0.05), (dropping, 0.05), (recomputing, 0.1)):
-        real = drawn(dtype=dtype).train()
+        real = drawn(kind, dtype).train()
         if expected is recomputing:
             recompute_activations(real)
         call_head_for_logps(real)
