@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from ..schemas.config import ScoringOptions
-from ..schemas.errors import AlignError, ServerError, UsageError, unexpected_os_error
+from ..schemas.errors import AlignError, Interrupted, ServerError, UsageError, unexpected_os_error
 from .parts import Part
 from .workers import HOW_THREADS_WAIT, usable_cores
 
@@ -182,6 +182,11 @@ def _connected(address: str) -> Iterator[Any]:
             _take_back(handler)
             yield ray
         except ray.exceptions.RayTaskError:  # align's own error in an actor, with its traceback
+            raise
+        except SystemError as error:
+            # Ray's C code looks for signals while it waits, and wraps what their handler raises.
+            if isinstance(error.__cause__, Interrupted):
+                raise error.__cause__ from None
             raise
         except ray.exceptions.RayError as error:
             raise ServerError(
