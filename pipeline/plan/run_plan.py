@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from textwrap import wrap
 
+from ...schemas.cache import reference_named
 from ...schemas.errors import UsageError, counted
 from ...stages.engine.deepspeed_config import PRESETS
 from ...stages.model.load import chosen_device, device_bytes
@@ -148,7 +149,7 @@ def _work(plan: RunPlan) -> Iterator[tuple[str, str]]:
     work, rows = own.workload, plan.rows
     elements = measured_policy(own.config, facts, work.row).elements(own.config.lora.quantize)
     yield "method", facts.objective.name
-    yield "policy", rows.policy.path
+    yield "policy", reference_named(rows.policy.path, rows.policy.adapter)
     yield "", f"{parameters_text(elements)}, {facts.dtype}"
     yield "rows", f"{work.rows:,} to learn from, {work.held_out:,} held out"
     if not rows.manifest:

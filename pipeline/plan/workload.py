@@ -215,6 +215,7 @@ def _given_rows(config: Config, objective: Objective, rows: GivenRows) -> Planne
     path = config.train.model or config.model.path
     if not path:
         raise UsageError("No policy. Pass --model DIR: a folder with its config.json is enough.")
+    adapter = "" if config.train.model else local_model(config.model.adapter)
     completions = (rows.completion,) * (1 if objective.rows == "imitated" else 2)
     learned = round(rows.count * (1 - config.train.eval_fraction))
     partners = max(1, config.cache.kl_pairs) if "mismatched" in objective.needs else 0
@@ -223,7 +224,7 @@ def _given_rows(config: Config, objective: Objective, rows: GivenRows) -> Planne
         table=even_rows(made, RowShape(rows.prompt, completions), num_partners=partners),
         count=max(1, learned),
         held_out=rows.count - learned,
-        policy=replace(config.model, path=local_model(path), adapter="", device_map=""),
+        policy=replace(config.model, path=local_model(path), adapter=adapter, device_map=""),
         # Stage 1 stores both completions for any method.
         own_tokens=rows.count * (rows.prompt + 2 * rows.completion),
         mismatched_tokens=rows.count * 2 * rows.completion * config.cache.kl_pairs,

@@ -89,6 +89,7 @@ def load(run: Run, progress: Progress) -> None:
     world, config = run.world, run.config
     run.source, held_out = run_on_all_ranks(world, lambda: _sources(run))
     run.objective, advice = run.objective.resolve_auto(run.source.labels)
+    adapter = config.lora.continued(run.begins_as.adapter)
     if world.rank == 0:
         head = stored_value_head(run.begins_as) if run.objective.head == "values" else None
         notes = [
@@ -96,6 +97,7 @@ def load(run: Run, progress: Progress) -> None:
             sampling_note(run.objective, run.manifest),
             learning_rate_note(config.train, config.lora),
             f"the value head starts from {head}" if head else "",
+            f"training continues the adapter {adapter}" if adapter else "",
             *advice,
         ]
         for note in filter(None, notes):
@@ -105,7 +107,7 @@ def load(run: Run, progress: Progress) -> None:
     model = causal_model(policy.model)
     text_config = model.config.get_text_config(decoder=True)
     is_mixture = bool(routers_of(model))
-    is_new = config.lora.enabled and not config.lora.continued(run.begins_as.adapter)
+    is_new = config.lora.enabled and not adapter
     if world.rank == 0 and is_new and is_mixture and not adapts_experts(policy.model):
         progress.log(
             "The adapter does not change the experts: add their layers to lora.targets, such as "

@@ -93,7 +93,8 @@ def test_one_adapter_of_the_same_shape_is_saved_for_the_base(adapted, tmp_path):
 
 def test_on_a_bfloat16_base_it_learns_in_float32(adapted, tmp_path):
     run = tmp_path / "run"
-    adapted.run(run, "--method", "dpo", "--dtype", "bfloat16", "--max-steps", 1)
+    answer = adapted.run(run, "--method", "dpo", "--dtype", "bfloat16", "--max-steps", 1)
+    assert str(adapted.folder / "adapter") in answer.err
     stored = load_file(run / "model" / FILE).values()
     assert {one.dtype for one in stored} == {torch.float32}
     # DeepSpeed casts nothing, and the adapter has bits that bfloat16 cannot hold.
@@ -143,7 +144,12 @@ def test_merging_it_first_trains_all_weights(adapted, tmp_path):
 def test_a_plan_counts_the_weights_of_the_adapter(adapted):
     size = sum(one.numel() for one in load_file(adapted.folder / "adapter" / FILE).values())
     words = ("plan", "--cache", adapted.cache, "--method", "dpo")
-    assert f" {size:,} learn" in adapted.server.success(*words).out
+    plan = adapted.server.success(*words).out
+    require_names(plan, adapted.folder / "adapter", f" {size:,} learn")
+    reference = {"path": adapted.model, "adapter": adapted.folder / "adapter"}
+    before = [f"--set=model.{name}={value}" for name, value in reference.items()]
+    plan = adapted.server.success("plan", "--rows", 9, "--method", "dpo", *before).out
+    require_names(plan, adapted.folder / "adapter", f" {size:,} learn")
     assert "all learn" in adapted.server.success(*words, "--lora-start", "merge").out
 
 
