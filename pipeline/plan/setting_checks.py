@@ -18,7 +18,8 @@ from ..options.settings import Settings
 def require_effect(settings: Settings) -> None:
     """Refuses settings without effect, or without another setting that they need."""
     train, lora = settings.config.train, settings.config.lora
-    if train.cache and settings.origins.get("cache.output") == "--set":
+    is_another = train.cache not in {"", settings.config.cache.output}
+    if is_another and settings.origins.get("cache.output") == "--set":
         raise UsageError("cache.output and train.cache are both set. Name the cache once.")
     if lora.dropout and not train.dropout:
         raise UsageError(

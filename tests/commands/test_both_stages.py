@@ -41,7 +41,7 @@ def test_one_command_makes_the_cache_and_trains(server, world, here, monkeypatch
     assert given == {"method.beta": 0.3, "train.seed": 5, "cache.kl_pairs": 1}
 
     monkeypatch.setattr(HfReference, "load", loaded_reference)
-    success(*words, "--resume", "auto")
+    success(*words, "--set", "cache.output=cache", "--resume", "auto")
     refusal(2, *words, names=("run", "--output"))
     more = ("--output", "other", "--deepspeed", "zero33")
     refusal(2, *words, *more, names=("zero33", "'zero3'", "cache is finished"))
