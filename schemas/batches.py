@@ -102,4 +102,4 @@ class EvalSample:
     reward: float | None  # None for a method without rewards
     prompt: NDArray[np.int32] | None  # token ids, with train.eval_text
     completion: NDArray[np.int32] | None
-    set: str = ""  # the name of its held-out set, if there are several
+    set: str = ""  # the name of its held-out set, if it has one

@@ -219,13 +219,13 @@ class TrainOptions:
 
     @property
     def eval_caches(self) -> list[tuple[str, str]]:
-        """Names and paths of the caches to evaluate on; the only one has no name."""
-        found = []
+        """Names and paths of the caches to evaluate on; one alone may have no name."""
+        found, is_alone = list[tuple[str, str]](), len(self.eval_cache) == 1
         for name, path in map(named_path, self.eval_cache):
             # The names of metrics have few characters.
             own = re.sub(r"^\.+|[^\w.-]", "_", Path(path).absolute().name, flags=re.ASCII)
-            found.append((name or own, path))
-        return found if len(found) > 1 else [("", path) for _, path in found]
+            found.append((name or ("" if is_alone else own), path))
+        return found
 
     @property
     def holds_rows_out(self) -> bool:

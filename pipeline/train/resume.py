@@ -222,7 +222,7 @@ def settings_of(run: Run) -> dict[str, str]:
     """The settings known before weights are loaded, with the method's resolved options."""
     settings = run_settings(as_absolute(run.config))
     given = {name: value for name, value in settings.items() if not name.startswith("method.")}
-    # The only set has no name. The order of several changes train.best, or nothing.
+    # A set alone may have no name. The order of several changes train.best, or nothing.
     roots = sorted(f"{name} {made.root}".strip() for name, (_, made) in run.held_out.items())
     held_out = {"root of train.eval_cache": ", ".join(roots) or "none"}
     return {**given, **_options(run.asked), **run.identity, **held_out}

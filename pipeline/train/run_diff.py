@@ -30,7 +30,7 @@ class RunDiff:
 
     runs: tuple[str, str]
     measure: str  # the value that decides whether a row is correct
-    sets: Mapping[str, TwoRuns]  # the only one has no name
+    sets: Mapping[str, TwoRuns]  # one alone may have no name
 
     def text(self) -> str:
         """The difference of the runs, and the rows that flip."""

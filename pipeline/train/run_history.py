@@ -25,7 +25,7 @@ class Measured:
     rows: Literal["held out", "training", ""] = ""
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)  # empty without a later step
-    sets: tuple[str, ...] = ("",)  # the names of the held-out sets; the only one has none
+    sets: tuple[str, ...] = ("",)  # the names of the held-out sets; one alone may have none
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class History:
 
     @property
     def sets(self) -> tuple[str, ...]:
-        """The names of the held-out sets, as in eval/NAME/loss; the only one has no name."""
+        """The names of the held-out sets, as in eval/NAME/loss; one alone may have none."""
         found = [re.fullmatch(f"{EVAL}(?:([^/]+)/)?loss", name) for name in self.held_out.columns]
         names = tuple(match[1] or "" for match in found if match)
         return ("",) if "" in names else names or ("",)  # eval/router/loss is of no set

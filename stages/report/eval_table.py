@@ -1,6 +1,6 @@
 """The files on held-out completions: `evaluations/step-<n>.csv` and `answers.jsonl`.
 
-A table has one line per completion. `set` is the held-out set, if there are several. `row` is the
+A table has one line per completion. `set` is the held-out set, if it has a name. `row` is the
 number of the row as the method reads it, and `row_id` the id of the stored row; rows of one prompt
 share a `prompt_key`. `log_ratio` is log(policy / reference), and `reward` the value that the loss
 compares. A reward model has a score instead of log-probs. There is no log-ratio if the method adds
@@ -85,7 +85,7 @@ def read_samples(path: Path) -> pl.DataFrame:
 
 
 def by_set(samples: pl.DataFrame) -> dict[str, pl.DataFrame]:
-    """The table of each held-out set, the first set first; the only set has no name."""
+    """The table of each held-out set, the first set first; a set alone may have no name."""
     if SET not in samples.columns:
         return {"": samples}
     return {str(table.item(0, SET)): table for table in samples.partition_by(SET)}

@@ -47,7 +47,7 @@ class MetricsLine(NamedTuple):
 
 
 def prefix_of(name: str) -> str:
-    """The prefix of the metrics of a held-out set; the only set has no name."""
+    """The prefix of the metrics of a held-out set; a set alone may have no name."""
     return f"{EVAL}{name}/" if name else EVAL
 
 

@@ -19,7 +19,7 @@ def best_of_sets(best: str, names: Sequence[str]) -> str:
     Without the sign, a set named "errors" would make the lowest value the best.
     """
     target = best_metric(best)
-    if len(names) < 2 or not target.metric.startswith(EVAL):
+    if not any(names) or not target.metric.startswith(EVAL):
         return best
     metric = target.metric.removeprefix(EVAL)
     first, _, rest = metric.partition("/")

@@ -148,7 +148,8 @@ def test_caches_to_evaluate_on_are_named_by_their_folders_or_by_hand(here):
 
     (here / "sub").mkdir()
     assert caches("''") == caches("[]") == []
-    assert caches("one") == caches("[one]") == caches("[name=one]") == [("", "sub/one")]
+    assert caches("one") == caches("[one]") == [("", "sub/one")]
+    assert caches("[name=one]") == [("name", "sub/one")]
     found = [("one", "sub/one"), ("b", "sub/a/two"), ("x_y.z", "s3://bucket/x y.z")]
     assert caches("[one, b=a/two, 's3://bucket/x y.z']") == found
     assert caches("[a, c]", "train.eval_cache=[x=b, ./y=c]") == [("x", "b"), ("y_c", "./y=c")]
