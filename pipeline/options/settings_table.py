@@ -79,7 +79,10 @@ COMMANDS = {
     "check": ("model.path data tokens", ""),
     "verify": ("", "model.compile model.device model.device_map"),
     "sweep": (_TRAINING, f"{_COMPUTING} tokens cache.output"),
-    "plan": (_TRAINING, f"{_COMPUTING} model.path tokens cache.output cache.kl_pairs"),
+    "plan": (
+        _TRAINING,
+        f"{_COMPUTING} model.path model.adapter tokens cache.output cache.kl_pairs",
+    ),
     "run": ("model data tokens cache train lora method scoring tracking", ""),
     "rounds": (f"rounds train.method {_TRACKING}", _EVERYTHING),
     "config": ("", _EVERYTHING),
