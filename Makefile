@@ -91,4 +91,5 @@ docs: .venv/docs-ready
 
 wheel: setup
 	rm -rf build dist
-	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python -P -c 'from setuptools import build_meta; build_meta.build_sdist("dist")' >/dev/null
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz

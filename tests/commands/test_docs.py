@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("here")  # where no align.yaml lies
 def take(words):
     """Reads a command as the real one is read, its settings and methods too; runs nothing."""
     name, *rest = words
-    if name == "--help":
+    if name in {"--help", "--version"}:
         return
     with COMMANDS[name].make_context(name, list(rest)) as context:
         given = context.params
@@ -78,13 +78,15 @@ def test_every_command_is_one_that_the_command_line_takes():
     given += [(name_of(path), words) for path in PAGES for words in inline_commands(path)]
     given += [("many processes", words) for words in commands_of_scripts()]
     given += [("recipes", words) for words in commands_of_recipes()]
+    given += [("release", words) for words in commands_of_release()]
     demo = list(filter(None, map(CALL.fullmatch, steps_of_demo())))
     assert len(demo) > 3
     given += [("demo", shlex.split(called["words"])) for called in demo]
     assert not [(name, words, said) for name, words in given if (said := why_refused(*words))]
     # It would pass for nothing if no command were found or none refused.
     assert {"README.md", "docs/getting-started.md", "docs/caches.md"} <= {name for name, _ in given}
-    assert {words[0] for _, words in given} >= {"precompute-ref", "train", "sweep", "score"}
+    names = {"precompute-ref", "train", "sweep", "score", "--version", "tiny-world"}
+    assert {words[0] for _, words in given} >= names
     assert "No such option" in why_refused("train", "--methd", "dpo")
     assert "train.lrr" in why_refused("train", "--set", "train.lrr=1")
 
@@ -110,6 +112,13 @@ def commands_of_scripts():
         (found,) = re.findall(r"align precompute-ref(?:[^\n]|\n\s+--)+", script)
         given = re.sub(r"\$part|\$\(\(.*\)\)/8", "2/8", found)
         yield shlex.split(given.rstrip('"') if given.count('"') % 2 else given)[1:]
+
+
+def commands_of_release():
+    """What the workflow tries of the package that it has built."""
+    workflow = yaml.safe_load(page(".github/workflows/release.yml").read_text(encoding="utf-8"))
+    steps = [step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"]]
+    return [shlex.split(called["words"]) for called in filter(None, map(CALL.fullmatch, steps))]
 
 
 def steps_of_demo():

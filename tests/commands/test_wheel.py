@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -17,6 +18,8 @@ from support.rooms import ROOMS, ROOT
 OUTSIDE = shutil.ignore_patterns(
     ".*", "build", "dist", "demo", "bench-results", "*.egg-info", "__pycache__", "mlruns", "tests"
 )
+NAME = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
+FILE_NAME = NAME.replace("-", "_")
 SHORT = ("--set", "tracking.mlflow=false", "--set", "train.max_steps=1", "--lr", "1e-3")
 PIP = (sys.executable, "-m", "pip")
 
@@ -28,44 +31,72 @@ def left_out(folder, names):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Built from a copy, so that nothing is left in the checkout."""
-    folder = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT, folder / "checkout", ignore=left_out)
+def built(tmp_path_factory):
+    """An sdist of a copy, so that nothing is left in the checkout, and the sdist's wheel."""
+    folder = tmp_path_factory.mktemp("built")
+    checkout = folder / "checkout"
+    shutil.copytree(ROOT, checkout, ignore=left_out)
+    for left in ("mlflow.db", "notes.md", "demo/align.yaml", "stages/draft.txt"):
+        (checkout / left).parent.mkdir(exist_ok=True)
+        (checkout / left).touch()
+    make = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
+    program = (sys.executable, "-P", "-c", make)
+    subprocess.run(program, cwd=checkout, check=True, stdout=subprocess.DEVNULL)
     alone = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder)
-    subprocess.run([*PIP, "wheel", *alone, folder / "checkout"], check=True)
-    (built,) = folder.glob("*.whl")
-    return built
+    subprocess.run([*PIP, "wheel", *alone, sdist_in(folder)], check=True)
+    return folder
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel):
-    names = {*zipfile.ZipFile(wheel).namelist()}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    facts = f"{project['name'].replace('-', '_')}-{__version__}.dist-info"
-    assert {name.partition("/")[0] for name in names} == {"align", facts}
+def sdist_in(folder):
+    return folder / f"{FILE_NAME}-{__version__}.tar.gz"
+
+
+def package_files():
+    """The package's files by their paths in the checkout."""
     rooms = [path for room in ROOMS for path in (ROOT / room).rglob("*")]
     files = [path for path in rooms if path.suffix in {".py", ".j2", ".css", ".yaml"}]
     files += [ROOT / name for name in ("__init__.py", "__main__.py", "cli.py", "py.typed")]
-    wanted = {f"align/{path.relative_to(ROOT)}" for path in files}
-    assert {name for name in names if name.startswith("align/")} == wanted
-    assert f"{facts}/licenses/LICENSE" in names
+    return {str(path.relative_to(ROOT)): path for path in files}
 
 
-def test_the_installed_wheel_runs_elsewhere(wheel, tmp_path):
+def test_the_wheel_of_the_sdist_holds_the_package_and_nothing_else(built):
+    (path,) = built.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        held = {name: wheel.read(name) for name in wheel.namelist()}
+    facts = f"{FILE_NAME}-{__version__}.dist-info"
+    assert {name.partition("/")[0] for name in held} == {"align", facts}
+    wanted = {f"align/{name}": path.read_bytes() for name, path in package_files().items()}
+    assert {name: data for name, data in held.items() if name.startswith("align/")} == wanted
+    assert f"{facts}/licenses/LICENSE" in held
+
+
+def test_the_sdist_holds_the_package_and_how_to_build_it(built):
+    with tarfile.open(sdist_in(built)) as sdist:
+        files = [member.name for member in sdist if member.isfile()]
+    names = {name.partition("/")[2] for name in files}
+    made = {name for name in names if name.startswith(f"{FILE_NAME}.egg-info/")}
+    about = {"LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
+    assert names - made == {*package_files(), *about}
+
+
+def test_the_installed_wheel_runs_elsewhere(built, tmp_path):
     """Its program and its package come first, as those of a person who installed it."""
-    site, alone = tmp_path / "site", ("--quiet", "--no-deps", "--no-compile")
-    subprocess.run([*PIP, "install", *alone, "--target", site, wheel], check=True)
+    site = tmp_path / "site"
+    local = ("--quiet", "--no-deps", "--no-compile", "--no-index", "--find-links", built)
+    subprocess.run([*PIP, "install", *local, "--target", site, NAME], check=True)
     path = os.pathsep.join([str(site / "bin"), os.environ["PATH"]])
     subprocess.run(
         [
             "bash",
             "-c",
-            f"align init && {sys.executable} -c 'import align; print(align.__file__)' > where",
+            "align --version > version && align init && "
+            f"{sys.executable} -c 'import align; print(align.__file__)' > where",
         ],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(site), "PATH": path},
         check=True,
     )
+    assert (tmp_path / "version").read_text().strip() == __version__
     assert (tmp_path / "where").read_text().strip() == str(site / "align" / "__init__.py")
     assert (tmp_path / "align.yaml").is_file()
 

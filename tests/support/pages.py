@@ -83,7 +83,7 @@ def _command(line):
     launcher, *_ = words = shlex.split(line, comments=True)
     if "align" not in words or launcher == "make":
         return None
-    assert launcher in {"align", "torchrun", "deepspeed", "srun"}, line
+    assert launcher in {"align", "torchrun", "deepspeed", "srun", "uvx"}, line
     return words[words.index("align") + 1 :]
 
 
