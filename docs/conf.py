@@ -1,20 +1,26 @@
 """How `make docs` turns these pages into a site.
 
 index.md alone decides their order. cli.md and settings.md get their tables from the program.
+Language models get the same pages as plain Markdown, and the index as llms.txt.
 """
+
+from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
-from sphinx.application import Sphinx
 
 from align.cli import app as commands
 from align.pipeline.options.settings import flatten
 from align.pipeline.options.settings_table import COMMANDS, SECTIONS, flag_of
 from align.pipeline.options.yaml_values import in_yaml
 from align.schemas.config import Config
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 _SECTION = re.compile(r"^## (?P<caption>.+)$(?P<body>(?:\n(?!## ).*)*)", re.MULTILINE)
 _PAGE = re.compile(r"^- \[[^\]]+\]\((?P<page>[a-z-]+)\.md\)", re.MULTILINE)
@@ -37,13 +43,27 @@ html_show_sphinx = False
 def setup(app: Sphinx) -> None:
     """Gives the index its table of contents, and the reference its tables."""
     app.connect("source-read", _add)
+    app.connect("builder-inited", lambda _: write_plain(Path(app.outdir)))
 
 
 def _add(_: Sphinx, page: str, source: list[str]) -> None:
     """Behind the text of a page, so that the page itself stays plain Markdown."""
-    made = {"index": lambda: _contents(source[0]), "cli": _all_commands, "settings": _all_settings}
-    if page in made:
-        source[0] += "\n" + "\n".join(made[page]()) + "\n"
+    if page == "index":
+        source[0] = "\n".join([source[0], *_contents(source[0]), ""])
+    source[0] = _with_tables(page, source[0])
+
+
+def write_plain(folder: Path) -> None:
+    """Writes llms.txt, and beside it the pages that it links to."""
+    for path in Path(__file__).parent.glob("*.md"):
+        name = "llms.txt" if path.stem == "index" else path.name
+        text = _with_tables(path.stem, path.read_text("utf-8"))
+        (folder / name).write_text(text, "utf-8")
+
+
+def _with_tables(page: str, text: str) -> str:
+    made = {"cli": _all_commands, "settings": _all_settings}
+    return "\n".join([text, *made[page](), ""]) if page in made else text
 
 
 def _contents(text: str) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -134,6 +135,15 @@ def test_every_file_that_is_named_exists():
     assert not [(path, file) for path, file in local if not (path.parent / file).exists()]
     named = {text for path in PAGES for text in codes(path) if PLACE.fullmatch(text)}
     assert not [name for name in named - TO_BE_WRITTEN if not page(name).exists()]
+
+
+def test_language_models_get_an_index_of_plain_pages(tmp_path):
+    runpy.run_path(page("docs/conf.py"))["write_plain"](tmp_path)
+    linked = {*links(tmp_path / "llms.txt")}
+    assert linked == {path.name for path in page("docs").glob("*.md")} - {"index.md"}
+    assert linked == {path.name for path in tmp_path.glob("*.md")}
+    assert "align precompute-ref" in (tmp_path / "cli.md").read_text(encoding="utf-8")
+    assert "train.lr" in {*codes(tmp_path / "settings.md")}
 
 
 def test_what_a_person_looks_up_is_on_its_page():
