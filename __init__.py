@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .pipeline.commands import trl_reference as trl
     from .pipeline.commands.python_api import TrainingRun, load_cache, load_run, precompute, train
     from .schemas.errors import AlignError
     from .stages.methods import api as losses
@@ -20,16 +21,19 @@ __all__ = [
     "losses",
     "precompute",
     "train",
+    "trl",
 ]
 
-_MODULES = {"AlignError": "schemas.errors", "losses": "stages.methods.api"}
+_MODULES = {"AlignError": "schemas.errors"}
+_WHOLE = {"losses": "stages.methods.api", "trl": "pipeline.commands.trl_reference"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"{__name__}.{_MODULES.get(name, 'pipeline.commands.python_api')}")
-    value = globals()[name] = module if name == "losses" else getattr(module, name)
+    file = (_MODULES | _WHOLE).get(name, "pipeline.commands.python_api")
+    module = import_module(f"{__name__}.{file}")
+    value = globals()[name] = module if name in _WHOLE else getattr(module, name)
     return value
 
 
