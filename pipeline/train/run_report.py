@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -365,16 +365,27 @@ class Trained:
         lines += [f"{name}: {warning}" for name, warning in self.warnings.items()]
         if self.folder.report.exists():
             lines.append(f"report in {self.folder.report}")
-        whole = self.folder.loadable
-        config = whole / "config.json"
-        if self.ending == "finished" and config.exists():  # otherwise it is only an adapter
-            is_reward = "Classification" in str(read_json(config).get("architectures"))
-            command, data, model = "sample", "prompts.jsonl", "model.path"
-            if is_reward:
-                command, data, model = "score", "data.parquet", "rewards.model"
-            words = as_flags({model: str(whole), **self.reading}, command)
-            lines.append(f"next: align {command} {data} {words}")
+        if self.ending == "finished":
+            lines += self._next_commands()
         return "\n".join(lines)
+
+    def _next_commands(self) -> Iterator[str]:
+        """The command that uses the model, if there is one."""
+        model = self.folder.loadable
+        config, of_adapter = model / "config.json", model / "adapter_config.json"
+        command, data, settings = "sample", "prompts.jsonl", {"model.path": str(model)}
+        if config.exists():
+            if "Classification" in str(read_json(config).get("architectures")):
+                command, data, settings = "score", "data.parquet", {"rewards.model": str(model)}
+        elif of_adapter.exists():
+            adapter = read_json(of_adapter)
+            base = adapter["base_model_name_or_path"]
+            if adapter["task_type"] == "SEQ_CLS" or not Path(base).is_dir():
+                return
+            settings = {"model.path": base, "model.adapter": str(model)}
+        else:
+            return
+        yield f"next: align {command} {data} {as_flags({**settings, **self.reading}, command)}"
 
 
 def reading_of(manifest: Manifest, tokens: TokenOptions) -> dict[str, str]:

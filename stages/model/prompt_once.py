@@ -23,6 +23,7 @@ from .copies import all_on_device, on_device
 # Of a state's norm, in the first layer that has states. On a CPU correct states are off by 3e-7 at
 # most, in any dtype, and dropped ones by 0.1 to 0.9; kernels of a GPU compute them in bfloat16.
 STATE_TOLERANCE = 0.03
+MOST_ROWS = 32  # of a pass: a hybrid of 4B keeps about 50 MiB for each, however short
 
 
 def prompts_once(
@@ -30,8 +31,8 @@ def prompts_once(
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Branches, as indices in the order tree, branch, and the states that predict their tokens.
 
-    A pass has at most `at_once` tokens, and continues from states of at most `kept` tokens; a
-    single prompt or branch may have more.
+    A pass has at most `at_once` tokens and MOST_ROWS rows, and continues from states of at most
+    `kept` tokens; a single prompt or branch may have more.
     """
     count = iter(range(sum(len(tree.branches) for tree in trees)))
     numbered = [(tree, [next(count) for _ in tree.branches]) for tree in trees]
@@ -120,12 +121,13 @@ def _first_states(cache: Any) -> list[Tensor]:
 def _groups(
     sizes: Sequence[int], at_once: int, *, before: int = 0, kept: int | None = None
 ) -> Iterator[slice]:
-    """Consecutive groups of ascending sizes, each padded to its last, within these tokens."""
+    """Consecutive groups of ascending sizes, each padded to its last, within these limits."""
     start = 0
     for stop, size in enumerate([*sizes[1:], None], 1):
         rows = stop + 1 - start
         if (
             size is None
+            or rows > MOST_ROWS
             or rows * size > at_once
             or (kept is not None and rows * (before + size) > kept)
         ):

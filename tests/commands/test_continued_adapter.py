@@ -43,9 +43,13 @@ def test_it_begins_as_the_reference_and_resumes_to_the_bit(adapted, tmp_path, me
     whole = adapted.whole(*words)
     assert learned(whole)[0]["eval/loss"] == pytest.approx(loss, abs=1e-6)
     adapted.ends(KILLED, run, *words, fault="before:update=kill@6")
-    adapted.run(run, *words, *RESUME)
+    said = adapted.run(run, *words, *RESUME).out
     assert learned(run) == learned(whole)
     assert (run / "model" / FILE).read_bytes() == (whole / "model" / FILE).read_bytes()
+    following = (
+        f"next: align sample prompts.jsonl --model {adapted.model} --adapter {run / 'model'}"
+    )
+    assert following in said.splitlines()
 
 
 @pytest.mark.parametrize("preset", [pytest.param("zero2", marks=pytest.mark.long), "zero3"])
