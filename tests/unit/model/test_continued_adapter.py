@@ -45,6 +45,7 @@ VOLATILE = {"inference_mode"}
 
 def settings_in(folder):
     stored = json.loads((folder / "adapter_config.json").read_text())
+    stored["target_modules"].sort()  # peft stores a set
     return {name: value for name, value in stored.items() if name not in VOLATILE}
 
 
