@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # Otherwise DeepSpeed detects an accelerator at import and prints it; it reads this once.
 _is_named = "DS_ACCELERATOR" in os.environ
@@ -52,30 +52,6 @@ STATE_TYPES = (
     _STAGES,
     deepspeed.utils.fragment_address,
 )
-
-
-def keep_convolutions(model: nn.Module, zero: dict[str, Any]) -> None:
-    """Makes ZeRO-3 keep convolutions unsharded from their first use on; `zero` is its config.
-
-    Recurrent layers read the weight of their convolution without calling it, so DeepSpeed would
-    not gather it. It is a small part of a layer.
-    """
-
-    def gather(module: nn.Module, _: Any) -> None:
-        for part in module.children():
-            weights = part.parameters() if isinstance(part, nn.Conv1d) else ()
-            for weight in (one for one in weights if one.numel() == 0):
-                weight.all_gather()  # type: ignore[attr-defined]  # of a sharded parameter
-
-    largest = 0
-    for module in model.modules():
-        convolutions = [part for part in module.children() if isinstance(part, nn.Conv1d)]
-        if convolutions:
-            module.register_forward_pre_hook(gather)
-        largest = max([largest, *(whole_numel(part.weight) for part in convolutions)])
-    if largest:
-        threshold = "stage3_param_persistence_threshold"
-        zero[threshold] = max(zero.get(threshold, 100_000), largest)  # or DeepSpeed's default
 
 
 def load_cpu_adam() -> None:

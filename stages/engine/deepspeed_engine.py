@@ -24,7 +24,6 @@ from .deepspeed_compat import (
     deepspeed,
     forget_first_step,
     forget_passes,
-    keep_convolutions,
     load_cpu_adam,
     quietly,
     whole_ndim,
@@ -60,8 +59,6 @@ def open_engine(
         # not decay the weights.
         params["lr"] = 0.0
     make = own_optimizer(theirs)
-    if is_partitioned:
-        keep_convolutions(policy, theirs["zero_optimization"])
     try:
         with quietly(), giving_more_blocks_back() if is_partitioned else nullcontext():
             engine, *_ = deepspeed.initialize(
