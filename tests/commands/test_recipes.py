@@ -4,6 +4,8 @@ import json
 import re
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from support.command import refusal, success
@@ -19,7 +21,14 @@ OF_8B = LlamaConfig(
     vocab_size=128256,
     dtype="bfloat16",
 )
-ADAPTER = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "target_modules": ["q_proj"]}
+ADAPTER = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "r": 1,
+    "target_modules": ["q_proj"],
+    "layers_to_transform": [0],
+}
+OF_LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 pytestmark = pytest.mark.usefixtures("here")
 
 
@@ -32,6 +41,9 @@ def test_a_recipe_is_written_and_its_training_is_planned(recipe, tmp_path):
     if adapter := re.search(r"^  adapter: (\S+)", text, re.MULTILINE):
         (tmp_path / adapter[1]).mkdir()
         (tmp_path / adapter[1] / "adapter_config.json").write_text(json.dumps(ADAPTER))
+        halves = {"lora_A": torch.zeros(1, 4096), "lora_B": torch.zeros(4096, 1)}
+        tensors = {f"{OF_LAYER}.{name}.weight": half for name, half in halves.items()}
+        save_file(tensors, tmp_path / adapter[1] / "adapter_model.safetensors")
     card = re.search(r"^#   align plan (--gpu .+?)(  |$)", text, re.MULTILINE)
     flags = card[1].split() if card else ["--gpu", "80g"]
     if "  method: " not in text:  # its sweep names one
