@@ -366,19 +366,19 @@ class Trained:
         if self.folder.report.exists():
             lines.append(f"report in {self.folder.report}")
         if self.ending == "finished":
-            lines += self._next_commands()
+            lines += self._next_command()
         return "\n".join(lines)
 
-    def _next_commands(self) -> Iterator[str]:
+    def _next_command(self) -> Iterator[str]:
         """The command that uses the model, if there is one."""
         model = self.folder.loadable
-        config, of_adapter = model / "config.json", model / "adapter_config.json"
+        config, adapter_config = model / "config.json", model / "adapter_config.json"
         command, data, settings = "sample", "prompts.jsonl", {"model.path": str(model)}
         if config.exists():
             if "Classification" in str(read_json(config).get("architectures")):
                 command, data, settings = "score", "data.parquet", {"rewards.model": str(model)}
-        elif of_adapter.exists():
-            adapter = read_json(of_adapter)
+        elif adapter_config.exists():
+            adapter = read_json(adapter_config)
             base = adapter["base_model_name_or_path"]
             if adapter["task_type"] == "SEQ_CLS" or not Path(base).is_dir():
                 return
