@@ -9,6 +9,7 @@ import pytest
 
 from align.schemas.config import CacheOptions, Config, ModelOptions, TrackingOptions
 from align.schemas.data_options import DataOptions, TokenOptions
+from support import stub_hub
 from support.mlflow_server import serving
 from support.stage_one import contents, run
 from support.trainings import KILLED
@@ -105,6 +106,13 @@ def mlflow_server(shared_mlflow_server, no_mlflow_settings, monkeypatch):
     yield shared_mlflow_server
     shared_mlflow_server.mend()
     shared_mlflow_server.start()
+
+
+@pytest.fixture
+def hub():
+    """An empty Hub on loopback."""
+    with stub_hub.serving() as hub:
+        yield hub
 
 
 @pytest.fixture(scope="session")

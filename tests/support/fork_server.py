@@ -114,6 +114,8 @@ def become(request):
     os.environ.update(request["env"])
     if threads := request["env"].get("OMP_NUM_THREADS"):  # torch has read it already
         torch.set_num_threads(int(threads))
+    if any(name.startswith("HF_") for name in request["env"]):  # so has huggingface_hub
+        importlib.reload(importlib.import_module("huggingface_hub.constants"))
     for number, name in ((1, "out"), (2, "err")):
         sink = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(sink, number)
