@@ -505,6 +505,21 @@ def register(
     echo(f"{run} is version {number} of {name}{known}{named}.")
 
 
+@command("Look", "align push align-run you/prefs")
+def push(
+    run: Path = argument("Folder of a finished training run."),
+    name: str = argument("Repository on the Hugging Face Hub: OWNER/NAME."),
+    public: bool = option("Anyone may read it; else it is private.", False, "--public"),
+    revision: str = option("Branch, made from main if there is none.", "main", metavar="<name>"),
+    message: str = option("Message of the commit.", "", metavar="<text>"),
+) -> None:
+    """Upload the trained model of a run, with its card, to the Hugging Face Hub."""
+    from ..train.push import push as push_model
+
+    for line in push_model(run, name, public=public, branch=revision, message=message):
+        echo(line)
+
+
 @command("Look", "align mlflow-sync align-run")
 def mlflow_sync(
     run: Path = argument("Folder of a training run, sweep, scores or cache."),

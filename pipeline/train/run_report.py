@@ -366,26 +366,27 @@ class Trained:
         if self.folder.report.exists():
             lines.append(f"report in {self.folder.report}")
         if self.ending == "finished":
-            lines += self._next_command()
+            model = self.folder.loadable
+            lines += use_of_model(model, str(model), self.reading)
         return "\n".join(lines)
 
-    def _next_command(self) -> Iterator[str]:
-        """The command that uses the model, if there is one."""
-        model = self.folder.loadable
-        config, adapter_config = model / "config.json", model / "adapter_config.json"
-        command, data, settings = "sample", "prompts.jsonl", {"model.path": str(model)}
-        if config.exists():
-            if "Classification" in str(read_json(config).get("architectures")):
-                command, data, settings = "score", "data.parquet", {"rewards.model": str(model)}
-        elif adapter_config.exists():
-            adapter = read_json(adapter_config)
-            base = adapter["base_model_name_or_path"]
-            if adapter["task_type"] == "SEQ_CLS" or not Path(base).is_dir():
-                return
-            settings = {"model.path": base, "model.adapter": str(model)}
-        else:
+
+def use_of_model(model: Path, named: str, reading: Mapping[str, str]) -> Iterator[str]:
+    """The command that uses a trained model by this name, if there is one."""
+    config, adapter_config = model / "config.json", model / "adapter_config.json"
+    command, data, settings = "sample", "prompts.jsonl", {"model.path": named}
+    if config.exists():
+        if "Classification" in str(read_json(config).get("architectures")):
+            command, data, settings = "score", "data.parquet", {"rewards.model": named}
+    elif adapter_config.exists():
+        adapter = read_json(adapter_config)
+        base = adapter["base_model_name_or_path"]
+        if adapter["task_type"] == "SEQ_CLS" or not Path(base).is_dir():
             return
-        yield f"next: align {command} {data} {as_flags({**settings, **self.reading}, command)}"
+        settings = {"model.path": base, "model.adapter": named}
+    else:
+        return
+    yield f"next: align {command} {data} {as_flags({**settings, **reading}, command)}"
 
 
 def reading_of(manifest: Manifest, tokens: TokenOptions) -> dict[str, str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from huggingface_hub import parse_hf_uri
 from torch import Tensor
 
 from ...schemas.cache import StopTokens, reference_named
@@ -23,7 +24,6 @@ from ...stages.model.save import (
     stop_generation_at,
 )
 from ...stages.report.model_card import inline, model_card
-from ...stages.storage.locations import origin_of
 from ...stages.storage.run.checkpoints import (
     CHECKPOINTS,
     best_checkpoint,
@@ -31,6 +31,8 @@ from ...stages.storage.run.checkpoints import (
     best_metric,
 )
 from ...stages.storage.run.run_folder import remove_model, save_model
+from ...stages.tracking.run_texts import public_name
+from ..options.settings_table import paths
 from .checkpoint import require_space_for_model
 from .records import used_settings
 from .resume import damage_on_ranks, versions
@@ -123,11 +125,11 @@ def _write(run: Run, state: State, weights: Mapping[str, Tensor]) -> None:
 
 def _card(run: Run, state: State, *, is_adapter: bool) -> str:
     """The model card: the model, method and rows, and their origins."""
-    objective, manifest, policy = run.objective, run.manifest, origin_of(run.begins_as.path)
-    began_as = reference_named(policy, origin_of(run.begins_as.adapter))
+    objective, manifest, policy = run.objective, run.manifest, public_name(run.begins_as.path)
     is_reward_model = objective.head == "score"
+    # Only a repository of the Hub is named, because the Hub reads the name as one of its own.
     front = {
-        "base_model": inline(policy),
+        **({"base_model": parse_hf_uri(policy).id} if policy.startswith("hf://") else {}),
         "library_name": "peft" if is_adapter else "transformers",
         **({"pipeline_tag": "text-classification"} if is_reward_model else {}),
         "tags": ["align", objective.name, "preference-alignment"],
@@ -164,12 +166,17 @@ def _card(run: Run, state: State, *, is_adapter: bool) -> str:
         ]
     stops = StopTokens.of(manifest.fingerprint)
     ended = {"a turn": stops.turn, "a tool call": stops.tool_calls, "plain text": stops.text}
+    settings = used_settings(run, "train")
+    for name in paths() & settings.keys() - {"train.deepspeed"}:  # of this machine
+        del settings[name]
     tables = {
         "Lineage": {
-            "policy before training": began_as,
-            "reference": reference_named(manifest.model, manifest.adapter),
+            "policy before training": reference_named(policy, public_name(run.begins_as.adapter)),
+            "reference": reference_named(
+                public_name(manifest.model), public_name(manifest.adapter)
+            ),
             "reference weights": manifest.fingerprint["model.weights"],
-            "cache": origin_of(str(run.cache.root)),
+            "cache": public_name(str(run.cache.root)),
             "cache id": manifest.root,
             **(run.records.origins() or {"MLflow run": "none"}),
         },
@@ -178,7 +185,7 @@ def _card(run: Run, state: State, *, is_adapter: bool) -> str:
         "Stop tokens": {
             f"{what} ends with": stop.description for what, stop in ended.items() if stop
         },
-        "Training": used_settings(run, "train"),
+        "Training": {**settings, "train.deepspeed": Path(settings["train.deepspeed"]).name},
         "Last metrics": {metric: f"{value:.6g}" for metric, value in state.metrics.items()},
         "Versions": versions(),
     }

@@ -37,6 +37,20 @@ HEAD_NAMES = frozenset({"lm_head.weight", "embed_out.weight"})
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # owner/name
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# The files for chat and generation, beside weights and config.json.
+COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "generation_config.json",
+    "*processor_config.json",
+    "tekken.json",
+    "LICENSE*",
+)
 READ_BYTES = 8 << 20
 _AGAIN = "Do not change the folder while a run reads it, then run the same command again."
 

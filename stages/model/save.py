@@ -18,6 +18,7 @@ from .adapters import merged, with_adapter
 from .load import load_model
 from .logprobs import causal_model
 from .model_folder import (
+    COMPANIONS,
     INDEX,
     StoredTensor,
     model_config,
@@ -29,21 +30,6 @@ from .model_folder import (
 from .policy import VALUE_HEAD
 from .reward_model import load_reward_model
 from .transformers_compat import beside_text, is_reward_model, quiet, stored_names
-
-# The files for chat and generation, beside weights and config.json.
-COMPANIONS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "chat_template*",
-    "generation_config.json",
-    "*processor_config.json",
-    "tekken.json",
-    "LICENSE*",
-)
 
 _CAUSAL_HEADS = ("lm_head.weight", "lm_head.bias", "embed_out.weight")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of a config that generation uses
@@ -165,7 +151,8 @@ def _copy_tensors(tensors: Sequence[StoredTensor], path: Path) -> None:
 
 def _write_config(config: dict[str, Any], target: Path, model: Any) -> None:
     """Writes the source's config, because training changes the one in memory."""
-    config.pop("torch_dtype", None)
+    for gone in ("torch_dtype", "_name_or_path"):  # transformers writes neither
+        config.pop(gone, None)
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     if is_reward_model(model):
         config["architectures"] = [type(model).__name__]

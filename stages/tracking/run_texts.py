@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ...schemas.safe_text import bare_address, redacted, safe
+from ..storage.locations import is_remote, origin_of
 
 SEPARATOR = " · "
 LONGEST_PART = 40
@@ -33,6 +34,12 @@ def model_name(path: str) -> str:
     while len(parts) > 1 and parts[-1] in _ROLES:
         parts.pop()
     return _short(parts[-1]) if parts else ""
+
+
+def public_name(path: str) -> str:
+    """The address that a model or cache is from, else its name: no path of this machine."""
+    origin = origin_of(path)
+    return origin if is_remote(origin) else model_name(origin)
 
 
 def data_name(files: Sequence[str]) -> str:

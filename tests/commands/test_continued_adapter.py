@@ -83,7 +83,7 @@ def test_one_adapter_of_the_same_shape_is_saved_for_the_base(adapted, tmp_path):
     assert all(torch.equal(loaded[f"{n[:-7]}.default.weight"], one) for n, one in new.items())
     settings = (whole / "config.yaml").read_text()
     require_names(settings, "start: adapter", "rank: 4", "enabled: true")
-    assert str(adapted.folder / "adapter") in (whole / "model" / "README.md").read_text()
+    assert " with adapter |" in (whole / "model" / "README.md").read_text()
 
     # It is merged later, and answers beside the model before it.
     run = shutil.copytree(whole, tmp_path / "run")

@@ -5,6 +5,7 @@ on a branch is a new hash. Large files are stored as in LFS: their address redir
 host, which must not get the token.
 """
 
+import base64
 import hashlib
 import json
 import re
@@ -16,6 +17,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import yaml
+
+OWNER = "you"  # whose token it is
 TOKEN = "hf_canaryTokenOfTheStubHub"
 LARGE = (".safetensors", ".parquet", ".bin", ".gguf")  # endings of files in LFS
 PAGE = 3  # files in an answer of a listing, so that there are several
@@ -67,6 +71,7 @@ class StubHub:
     def __init__(self, port):
         self.url, self.other_host = f"http://127.0.0.1:{port}", f"http://localhost:{port}"
         self.repos, self.requests = {}, []
+        self.large, self.messages = {}, {}  # what was uploaded: by digest, by commit
         self.status = 0  # of every answer, if it is down
 
     def repo(self, name, **how):
@@ -147,6 +152,107 @@ class StubHub:
                 return ranged(content, headers, {"ETag": f'"{sha256}"'})
         return Reply(404)
 
+    # Uploads, by a token that may write: TOKEN, in the name of OWNER.
+
+    def create(self, request, query, body, headers):
+        """Makes a repository with a first commit, as the Hub does."""
+        asked = json.loads(body)
+        name = f"{asked['organization'] or OWNER}/{asked['name']}"
+        if refusal := self._no_write(request, name):
+            return refusal
+        if name in self.repos:
+            return error(409, "", f"You already created this model repo: {name}")
+        made = self.repo(name, private=asked.get("visibility") == "private")
+        made.commit({".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"})
+        return Reply(200, {"url": f"{self.url}/{name}", "name": name})
+
+    def branch(self, request, query, body, headers, *, kind, name, branch):
+        """Makes a branch that begins where main ends."""
+        refs = self.repos[name].refs
+        if refusal := self._no_write(request, name):
+            return refusal
+        if branch in refs:
+            return error(409, "", f"Reference already exists: {branch}")
+        refs[branch] = refs["main"]
+        return Reply(200, {})
+
+    def validate(self, request, query, body, headers):
+        """Reads the front matter of a card as the Hub does: names are those of the Hub."""
+        front = yaml.safe_load(json.loads(body)["content"].split("---")[1])
+        named = [front.get("base_model", "ok/ok"), *front.get("datasets", [])]
+        wrong = [one for one in named if not re.fullmatch(r"[\w.-]+/[\w.-]+", one)]
+        errors = [{"message": f"{one!r} is not valid. Use an id of the Hub."} for one in wrong]
+        return Reply(400 if wrong else 200, {"errors": errors, "warnings": []})
+
+    def preupload(self, request, query, body, headers, *, kind, name, revision):
+        """Which files are large, and what the repository has under their names."""
+        repo, commit = self._found(request, kind, name, revision)
+        if refusal := self._no_write(request, name):
+            return refusal
+        known, asked = repo.commits[commit], [one["path"] for one in json.loads(body)["files"]]
+        return Reply(200, {"files": [self._mode(path, known.get(path)) for path in asked]})
+
+    def _mode(self, path, known):
+        is_large, oid = path.endswith(LARGE), None
+        if known is not None:
+            oid = hashlib.sha256(known).hexdigest() if is_large else blob_id(known)
+        mode = "lfs" if is_large else "regular"
+        return {"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid}
+
+    def batch(self, request, query, body, headers, *, name):
+        """Where large files are sent to: those that are not there yet."""
+        if refusal := self._no_write(request, name):
+            return refusal
+        objects = json.loads(body)["objects"]
+        for one in objects:
+            if one["oid"] not in self.large:
+                href = f"{self.other_host}/lfs/{one['oid']}"
+                verify = f"{self.url}/{name}.git/info/lfs/verify"
+                one["actions"] = {"upload": {"href": href}, "verify": {"href": verify}}
+        return Reply(200, {"transfer": "basic", "objects": objects})
+
+    def send(self, request, query, body, headers, *, sha256):
+        """Takes a large file."""
+        if hashlib.sha256(body).hexdigest() != sha256:
+            return Reply(400)
+        self.large[sha256] = body
+        return Reply(200)
+
+    def verify(self, request, query, body, headers, *, name):
+        """Whether a large file has come whole."""
+        asked = json.loads(body)
+        content = self.large.get(asked["oid"])
+        return Reply(200 if content is not None and len(content) == asked["size"] else 404)
+
+    def committed(self, request, query, body, headers, *, kind, name, revision):
+        """Makes a commit of the lines of the body: a header, then files and deletions."""
+        repo, commit = self._found(request, kind, name, revision)
+        if refusal := self._no_write(request, name):
+            return refusal
+        header, *lines = (json.loads(line) for line in body.splitlines())
+        if header["value"].get("parentCommit", commit) != commit:
+            return error(412, "", "A commit has happened since. Please refresh and try again.")
+        files = dict(repo.commits[commit])
+        for key, value in ((line["key"], line["value"]) for line in lines):
+            if key == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif key == "lfsFile":
+                files[value["path"]] = self.large[value["oid"]]
+            else:
+                del files[value["path"]]
+        made = repo.commit(files, revision)
+        self.messages[made] = header["value"]["summary"]
+        address = f"{self.url}/{name}/commit/{made}"
+        return Reply(200, {"success": True, "commitOid": made, "commitUrl": address})
+
+    def _no_write(self, request, name):
+        """The refusal of a request that may not write to a repository, if it is one."""
+        if request.token != TOKEN:
+            return error(401, "", "Invalid username or password.")
+        if not name.startswith(f"{OWNER}/"):
+            return error(403, "", f"You don't have the rights to write to {name}")
+        return None
+
     def _found(self, request, kind, name, revision):
         """The repository and the commit of a revision; or None and the refusal."""
         repo = self.repos.get(KINDS[kind] + name)
@@ -175,6 +281,14 @@ ROUTES = (  # methods, pattern of a path, route
         StubHub.resolve,
     ),
     (("GET", "HEAD"), r"/lfs/(?P<sha256>\w+)", StubHub.large_file),
+    (("PUT",), r"/lfs/(?P<sha256>\w+)", StubHub.send),
+    (("POST",), "/api/repos/create", StubHub.create),
+    (("POST",), "/api/validate-yaml", StubHub.validate),
+    (("POST",), rf"{_REPO}/branch/(?P<branch>[^/]+)", StubHub.branch),
+    (("POST",), rf"{_REPO}/preupload/{_REV}", StubHub.preupload),
+    (("POST",), rf"{_REPO}/commit/{_REV}", StubHub.committed),
+    (("POST",), r"/(?P<name>[^/]+/[^/]+)\.git/info/lfs/objects/batch", StubHub.batch),
+    (("POST",), r"/(?P<name>[^/]+/[^/]+)\.git/info/lfs/verify", StubHub.verify),
 )
 
 
