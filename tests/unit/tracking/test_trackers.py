@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import ModuleType
 
 import mlflow
 import pytest
@@ -23,9 +22,9 @@ from align.stages.tracking.metrics_log import MetricsLog, read_metrics
 from align.stages.tracking.run import Uploader, recorded, tagged
 from align.stages.tracking.run_record import GROUP_TAG, RunRecord, Store, unsent_runs
 from align.stages.tracking.tracker import quiet, tracker_of
+from support import file_tracker
 from support.made_caches import in_child
 from support.mlflow_runs import MlflowStore, new_record, open_store, warnings_in
-from support.pages import page, programs_under
 from support.patience import PATIENCE, wait_until
 from support.refusals import refuses
 from support.tensorboard_runs import TensorboardStore
@@ -47,11 +46,8 @@ SEED = 56
 pytestmark = pytest.mark.usefixtures("no_mlflow_settings", "no_wandb_settings")
 
 
-PAGE = ("docs/extending.md", "A tracker")
-
-
 class FileStore:
-    """A folder of runs, as the tracker of that page writes it."""
+    """A folder of runs, as `file_tracker` writes it."""
 
     name = "files"
     unkept = ()
@@ -107,12 +103,8 @@ def mlflow_store(new_store, tmp_path_factory):
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """A folder of runs; the page's tracker is added to those that there are."""
-    program, _ = programs_under(page(PAGE[0]), PAGE[1])
-    module = ModuleType(f"{trackers.__package__}.file_tracker")
-    module.__package__ = trackers.__package__
-    exec(compile(program, PAGE[0], "exec"), vars(module))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    """A folder of runs; its tracker is added to those that there are."""
+    monkeypatch.setitem(sys.modules, f"{trackers.__package__}.file_tracker", file_tracker)
     monkeypatch.setitem(trackers.TRACKERS, "files", "file_tracker")
     store = FileStore(tmp_path)
     monkeypatch.setenv("RUNS_FOLDER", store.address)
