@@ -104,16 +104,16 @@ def init(
 
     if recipe and method:
         raise UsageError("--recipe and --method are both given. A recipe has its method.")
-    if path.exists():
-        raise UsageError(f"{path} exists. Remove it first, or name another file.")
-    if not path.parent.is_dir():
-        raise UsageError(f"{path.parent}: no such folder. Make it first, or name another file.")
     chosen = None
     if method:
         from ...stages.methods.table import find_method
 
         chosen = find_method(method)
     text = settings.recipe(recipe) if recipe else settings.template(chosen)
+    if path.exists():
+        raise UsageError(f"{path} exists. Remove it first, or name another file.")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path.parent}: no such folder. Make it first, or name another file.")
     if schema:
         beside = path.with_name("align.schema.json")
         with fs.new_file(beside, replaces=True) as file:

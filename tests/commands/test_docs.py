@@ -32,6 +32,7 @@ from support.rooms import ROOT
 
 COMMANDS = typer.main.get_command(cli.app).commands
 PLACE = re.compile(r"(cli\.py|(schemas|pipeline|stages|tests|docs|examples)/[\w./-]*)")
+RECIPES = ROOT / "pipeline" / "options" / "recipes"
 # `cd FOLDER && NAME=VALUE .venv/bin/align …`: the words before `align` may be missing.
 CALL = re.compile(r"(cd (?P<folder>\S+) && )?([A-Z_]+=\S+ )?(\S*/)?align (?P<words>.+)")
 pytestmark = pytest.mark.usefixtures("here")  # where no align.yaml lies
@@ -97,7 +98,7 @@ def inline_commands(path):
 
 def commands_of_recipes():
     """Those at the head of each recipe; two blanks begin what is said of one."""
-    for recipe in (ROOT / "pipeline" / "options" / "recipes").glob("*.yaml"):
+    for recipe in RECIPES.glob("*.yaml"):
         for line in re.findall(r"^#   (.+)", recipe.read_text(encoding="utf-8"), re.MULTILINE):
             command = line.partition("  ")[0].partition("align ")[2]
             yield shlex.split(command)
@@ -159,6 +160,9 @@ def test_what_a_person_looks_up_is_on_its_page():
     assert {*COMMANDS} <= told
     assert {*RESERVED, *Manifest.__dataclass_fields__} <= named_on("docs/cache-format.md")
     assert {*REASONS} <= named_on("docs/data.md")
+    recipes = {path.stem for path in RECIPES.glob("*.yaml")}
+    assert recipes
+    assert recipes <= named_on("docs/choosing-a-method.md")
     table = markdown_table(METHODS.values())
     assert align("methods", "--markdown").out == table
     assert table in page("docs/methods.md").read_text(encoding="utf-8")
