@@ -8,11 +8,14 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+import yaml
 
 from align import __version__
+from support.pages import links
 from support.rooms import ROOMS, ROOT
 
 OUTSIDE = shutil.ignore_patterns(
@@ -22,6 +25,8 @@ NAME = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
 FILE_NAME = NAME.replace("-", "_")
 SHORT = ("--set", "tracking.mlflow=false", "--set", "train.max_steps=1", "--lr", "1e-3")
 PIP = (sys.executable, "-m", "pip")
+GITHUB = {"GITHUB_SERVER_URL": "https://host", "GITHUB_REPOSITORY": "a/b", "GITHUB_SHA": "c0ffee"}
+HERE = "https://host/a/b/blob/c0ffee/"  # of the files, in a release by that workflow
 
 
 def left_out(folder, names):
@@ -39,6 +44,10 @@ def built(tmp_path_factory):
     for left in ("mlflow.db", "notes.md", "demo/align.yaml", "stages/draft.txt"):
         (checkout / left).parent.mkdir(exist_ok=True)
         (checkout / left).touch()
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8"))
+    steps = {step.get("name"): step.get("run") for step in workflow["jobs"]["build"]["steps"]}
+    page = ("bash", "-euc", steps["package page"])
+    subprocess.run(page, cwd=checkout, env=os.environ | GITHUB, check=True)
     make = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
     program = (sys.executable, "-P", "-c", make)
     subprocess.run(program, cwd=checkout, check=True, stdout=subprocess.DEVNULL)
@@ -68,6 +77,23 @@ def test_the_wheel_of_the_sdist_holds_the_package_and_nothing_else(built):
     wanted = {f"align/{name}": path.read_bytes() for name, path in package_files().items()}
     assert {name: data for name, data in held.items() if name.startswith("align/")} == wanted
     assert f"{facts}/licenses/LICENSE" in held
+
+
+def test_the_page_of_the_package_leads_to_files_of_its_commit(built, tmp_path):
+    """Where a package index shows it, no file lies beside it."""
+    (path,) = built.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        about = message_from_bytes(wheel.read(f"{FILE_NAME}-{__version__}.dist-info/METADATA"))
+    (tmp_path / "README.md").write_text(about.get_payload(), encoding="utf-8")
+    linked = {*links(tmp_path / "README.md")}
+    wanted = {one if ":" in one else f"{HERE}{one}" for one in links(ROOT / "README.md")}
+    assert linked == wanted
+    assert len(linked) > 20
+    named = {one.partition(", ")[2] for one in about.get_all("Project-URL")}
+    files = {one for one in named if one.startswith(HERE)}
+    assert named - files == {"https://host/a/b", "https://host/a/b/issues"}
+    assert not [one for one in files if not (ROOT / one.removeprefix(HERE)).is_file()]
+    assert f"pip install '{NAME}[" in about.get_payload()
 
 
 def test_the_sdist_holds_the_package_and_how_to_build_it(built):
