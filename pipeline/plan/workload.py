@@ -277,8 +277,7 @@ def short_plan(
     sizes = f"{gib(engine.weights)} GiB of weights, {gib(engine.gradients)} of gradients and "
     name = str(dtype).removeprefix("torch.")
     return [
-        f"plan: {steps_text(work)}, {tokens_text(work)} tokens; "
-        f"a step is {micro_batches_text(work)}",
+        f"plan: {steps_text(work)}, {tokens_text(work)}; a step is {micro_batches_text(work)}",
         f"plan: {parameters_text(elements)}, {name}, zero{stage_of(engine_config)}, "
         f"{counted(ranks, 'ranks')}; each holds {sizes}{gib(engine.optimizer)} of the optimizer, "
         "beside activations",
@@ -301,8 +300,9 @@ def steps_text(work: Workload) -> str:
 def tokens_text(work: Workload) -> str:
     """The tokens that the policy runs."""
     if not work.mismatched_tokens:
-        return f"{work.learned_tokens:,}"
-    return f"{work.learned_tokens:,} to learn from, {work.mismatched_tokens:,} of KL completions"
+        return f"{work.learned_tokens:,} tokens"
+    kl_tokens = f"{work.mismatched_tokens:,} of KL completions"
+    return f"{work.learned_tokens:,} tokens to learn from and {kl_tokens}"
 
 
 def micro_batches_text(work: Workload) -> str:

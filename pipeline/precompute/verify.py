@@ -42,7 +42,7 @@ def verify(
     manifest = verify_files(cache)
     text = (
         f"{location}: all {len(manifest.shards)} shards have their recorded digests; "
-        f"root {manifest.root}"
+        f"cache id {manifest.root}"
     )
     if not manifest.is_scored:
         return f"{text}\nit is not scored (cache.scored), so no log-probs were computed again"

@@ -217,14 +217,14 @@ def render(summary: Mapping[str, Any]) -> str:
                 "  KL completions (mismatched) answer another prompt, so their log-probs are lower."
             )
 
-    drops = [
+    reasons = [
         (reason, f"{count:,}", share(count, summary["rows_in"]))
         for reason, count in sorted(summary["rejected"].items(), key=lambda item: -item[1])
     ]
-    dropped = grid(("rejected", "rows", "share"), drops) if drops else ["  no row was dropped"]
+    rejected = grid(("reason", "rows", "share"), reasons) if reasons else ["  no row was rejected"]
     notes = [(worded(note), f"{count:,}") for note, count in summary["notes"].items()]
     if notes:
-        dropped += ["", *grid(("noted, and kept", "count"), notes)]
+        rejected += ["", *grid(("noted, and kept", "count"), notes)]
     sections = {
         "Cache": facts(_cache_facts(summary)),
         "Rows": rows,
@@ -232,7 +232,7 @@ def render(summary: Mapping[str, Any]) -> str:
         "Truncation": truncation,
         "Balance": _balance(summary),
         "Reference log-probs": logps,
-        "Drops": dropped,
+        "Rejected rows": rejected,
     }
     blocks = ["\n".join([heading(title), *lines]) for title, lines in sections.items()]
     return "\n\n".join(blocks) + "\n"
