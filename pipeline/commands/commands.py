@@ -210,13 +210,21 @@ def verify(
     cache: CacheDir,
     model: Model = None,
     rescore: int = option("Number of rows to score again; 0: none.", 16, min=0),
+    server: str = option("Address of a server to compare with the model, on these rows.", ""),
+    adapter: str = option("With --server: the model's adapter.", ""),
 ) -> None:
-    """Check every digest of a cache, and score a sample of its rows again."""
+    """Check every digest of a cache, and score a sample of its rows again, or by a server."""
     from ...stages.model.reference import HfReference
     from ..precompute.verify import verify as run_verify
 
-    options = settings_of(context, near=[cache]).config.model
-    echo(run_verify(cache, options, model=model, rescore=rescore, open_reference=HfReference))
+    if adapter and not server:
+        raise UsageError("--adapter needs --server: the cache names its own adapter. Remove it.")
+    config, alone = settings_of(context, near=[cache]).config, 0 if server else rescore
+    echo(run_verify(cache, config.model, model=model, rescore=alone, open_reference=HfReference))
+    if server:
+        from ..tables.verify_server import verify_server
+
+        echo(verify_server(config, cache, server, model=model, adapter=adapter, rows=rescore))
 
 
 @command("Data and cache", "align inspect align-cache --row data.jsonl:17")

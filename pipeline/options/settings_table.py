@@ -77,7 +77,10 @@ COMMANDS = {
     ),
     "select": ("select data.map data.max_bad_frac", "data.wrap"),
     "check": ("model.path data tokens", ""),
-    "verify": ("", "model.compile model.device model.device_map"),
+    "verify": (
+        "server.model",
+        "model.compile model.device model.device_map tokens.chat_template server",
+    ),
     "sweep": (_TRAINING, f"{_COMPUTING} tokens cache.output"),
     "plan": (
         _TRAINING,
@@ -98,7 +101,7 @@ INSTEAD = {
     "sweep": {"train.method": "--method", "train.output": "--output", **_POLICY},
     "run": {"train.cache": "--cache"},
     "score": {"model.path": "--reward-model"},
-    "verify": {"model.path": "--model"},
+    "verify": {"model.path": "--model", "model.adapter": "--adapter", "server.url": "--server"},
     "rounds": {
         "cache.output": "rounds.output",
         "train.cache": "rounds.output",

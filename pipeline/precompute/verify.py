@@ -97,18 +97,17 @@ def _refuse(damage: list[str], where: str) -> None:
         )
 
 
+def token_logps(rows: Rows, scorer: Scorer) -> Ragged:
+    """The log-probs of each completion's tokens, scored by itself."""
+    alone = [Tree(tree.prompt, (branch,)) for tree in rows.trees() for branch in tree.branches]
+    return Ragged.of([scorer.score([tree]) for tree in alone], np.float32)
+
+
 def _rescore(sample: Iterable[tuple[str, Rows]], scorer: Scorer, dtype: str) -> tuple[float, int]:
     """Scores each completion by itself; the largest difference, and the number of completions."""
     worst, count = 0.0, 0
     for name, rows in sample:
-        trees = [
-            Tree(rows.prompts[row], (completion,))
-            for row, completion in zip(
-                rows.row_of_completion.tolist(), rows.completions, strict=True
-            )
-        ]
-        scored = Ragged.of([scorer.score([tree]) for tree in trees], np.float32)
-        again = Rescored.of(rows, scored, dtype)
+        again = Rescored.of(rows, token_logps(rows, scorer), dtype)
         if not again.is_same:
             row = rows.row[rows.row_of_completion[again.worst]]
             raise CorruptionError(

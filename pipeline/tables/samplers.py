@@ -78,7 +78,7 @@ def sampler_of(config: Config) -> Sampler:
     from ...stages.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(local_options(config.model).path, config.tokens)
-    return ServerSampler(config.server, lambda prompt: len(_ids(prompt, tokenizer)))
+    return ServerSampler(config.server, lambda prompt: len(prompt_ids(prompt, tokenizer)))
 
 
 def require_sampled_model(config: Config) -> None:
@@ -190,7 +190,7 @@ class LocalSampler(Sampler):
 
     def ids_of(self, prompt: Prompt) -> list[int]:
         """The token ids of the prompt as in stage 1, up to the start of the assistant's answer."""
-        return _ids(prompt, self._tokenizer)
+        return prompt_ids(prompt, self._tokenizer)
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of a completion's tokens."""
@@ -264,12 +264,13 @@ class OpenLocalSampler:
             yield samples
 
 
-def _ids(prompt: Prompt, tokenizer: TextTokenizer) -> list[int]:
+def prompt_ids(prompt: Prompt, tokenizer: TextTokenizer, answer: str = "") -> list[int]:
+    """The token ids of a prompt up to the start of the assistant's answer, and of an answer."""
     from ...stages.data.encode import encode_prompt
 
     if not isinstance(prompt.text, str):
         tokenizer.require_template()
-    return encode_prompt(_text_row(prompt), tokenizer)
+    return encode_prompt(_text_row(prompt), tokenizer, answer)
 
 
 def _text_row(prompt: Prompt) -> TextRow:

@@ -272,10 +272,10 @@ class EncodingJob:
             yield rows
 
 
-def encode_prompt(text_row: TextRow, tokenizer: TextTokenizer) -> list[int]:
-    """The untruncated prompt of a row, as a model reads it before it answers."""
+def encode_prompt(text_row: TextRow, tokenizer: TextTokenizer, answer: str = "") -> list[int]:
+    """The untruncated prompt of a row, as a model reads it before it answers, and its answer."""
     _, prompt, _ = _texts_of(tokenizer.normalized(text_row), tokenizer)
-    encoding = tokenizer.backend.encode(prompt, add_special_tokens=False)
+    encoding = tokenizer.backend.encode(prompt + answer, add_special_tokens=False)
     return _begin(encoding.ids, tokenizer)
 
 

@@ -9,8 +9,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...schemas.config import ModelOptions
@@ -157,6 +159,17 @@ def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple
         ids[row, start:] = torch.tensor(prompt, dtype=torch.int64)
         mask[row, start:] = 1
     return ids.to(device), mask.to(device)
+
+
+def greedy_gaps(model: nn.Module, ids: Sequence[int], start: int) -> NDArray[np.float32]:
+    """The nats by which each token from `start` on is below the most likely one at its place."""
+    inputs = torch.tensor([ids], device=input_device(model))
+    inner: Any = causal_model(model)
+    with quiet(), torch.inference_mode():
+        logits = inner(input_ids=inputs).logits[0, start - 1 : -1].float()  # (answer, vocabulary)
+    own = logits.gather(1, inputs[0, start:, None].to(logits.device))[:, 0]
+    gaps: NDArray[np.float32] = (logits.amax(1) - own).cpu().numpy()
+    return gaps
 
 
 def own_stops(options: ModelOptions) -> frozenset[int]:

@@ -20,12 +20,14 @@ from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import httpx2
+import numpy as np
 import openai
 
+from ...schemas.columns import Ragged
 from ...schemas.errors import AlignError, BudgetError, ServerError, UsageError, counted, logger
 from ...schemas.json_codec import digest
 from ...schemas.round_options import ServerOptions
-from ...schemas.rows import BadRow, Message
+from ...schemas.rows import BadRow, Message, Tree
 from ...schemas.safe_text import bare_address, mask_secret, mask_secrets_of, safe
 from ...schemas.samples import (
     SERVER,
@@ -61,6 +63,7 @@ class ServerSampler(Sampler):
     """A model behind a server, identified by its name and server.revision."""
 
     device = SERVER
+    keeps = True  # answers are stored, so that the same command resumes
 
     def __init__(self, options: ServerOptions, count_tokens: CountTokens | None = None) -> None:
         if not options.revision:
@@ -87,10 +90,7 @@ class ServerSampler(Sampler):
             return self._model
         url = self.options.url
         try:
-            http = openai.DefaultHttpxClient(mounts=_NO_PROXIES)
-            with openai.OpenAI(
-                **self.settings, timeout=self.options.timeout, http_client=http
-            ) as client:
+            with self._client() as client:
                 names = [one.id for one in client.models.list(extra_headers=self.headers).data]
         except (openai.OpenAIError, AttributeError, TypeError, ValueError) as error:
             failure = _failure(error, self.options)
@@ -100,6 +100,42 @@ class ServerSampler(Sampler):
             raise UsageError(f"{url} lists {listed}. Set server.model to the model to use.")
         self._model = names[0]
         return self._model
+
+    def _client(self) -> openai.OpenAI:
+        http = openai.DefaultHttpxClient(mounts=_NO_PROXIES)
+        return openai.OpenAI(**self.settings, timeout=self.options.timeout, http_client=http)
+
+    def token_logps(self, trees: Sequence[Tree]) -> Ragged | None:
+        """Log p of every completion token of trees; None if the server gives none.
+
+        Token ids are sent as a prompt, which the server repeats with log-probs (echo).
+        """
+        found = list[Sequence[float]]()
+        how: dict[str, Any] = {"model": self.model(), "echo": True, "logprobs": 1, "max_tokens": 1}
+        with self._client() as client:
+            for prompt, branch in ((tree.prompt, one) for tree in trees for one in tree.branches):
+                ids = [*prompt.tolist(), *branch.tolist()]
+                # The first answer shows whether the server can: llama.cpp's 500 is not repeated.
+                asking = client if found else client.with_options(max_retries=0)
+                try:
+                    send: Any = asking.completions.create
+                    answer = send(**how, prompt=ids, extra_headers=self.headers)
+                    logps = answer.choices[0].logprobs.token_logprobs[len(prompt) : len(ids)]
+                    if answer.usage.prompt_tokens != len(ids) or len(logps) != len(branch):
+                        raise ValueError(f"{answer.usage.prompt_tokens} tokens for {len(ids)} ids")
+                except (
+                    openai.OpenAIError,
+                    LookupError,
+                    AttributeError,
+                    TypeError,
+                    ValueError,
+                ) as e:
+                    if found or isinstance(e, openai.APIConnectionError):
+                        raise _failure(e, self.options, 1) from None
+                    logger.warning("No log-probs of prompts by the server: %s", _message_of(e))
+                    return None
+                found.append(logps)
+        return Ragged.of(found, np.float32)
 
     def open(self, sampling: Sampling) -> OpenServer:
         """The sampler; no request is sent yet."""
@@ -145,15 +181,16 @@ class OpenServer:
                 if group:
                     yield group
 
-        resume = f"Kept: {counted(kept, 'answers')}; the same command resumes."
+        resume = f" Kept: {counted(kept, 'answers')}; the same command resumes."
+        resume = resume if self._sampler.keeps else ""
         if isinstance(error, AlignError):
-            raise type(error)(f"{error} {resume}") from None
+            raise type(error)(f"{error}{resume}") from None
         if error:
             raise error
         if missing:
             raise BudgetError(
                 f"server.max_tokens of {budget:,} is spent after {self._sampler.tokens:,} tokens, "
-                f"and {counted(missing, 'answers')} are missing. {resume}"
+                f"and {counted(missing, 'answers')} are missing.{resume}"
             )
 
     @contextmanager

@@ -12,6 +12,7 @@ from align.schemas.samples import Prompt, Sampling
 from align.stages.server.policy_server import policy_server
 from align.stages.server.server_sampler import ServerSampler
 from support.asking import chat, collected, wanted_of
+from support.command import success
 from support.patience import PATIENCE
 from support.refusals import require_names
 
@@ -20,19 +21,21 @@ TEXTS = [Prompt("Question: which is larger, two or nine?\nAnswer:"), Prompt("The
 CHATS = [chat("which is larger, two or nine?"), chat("say hello")]
 
 
-@pytest.fixture
-def served(world, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def served(world, tmp_path_factory):
     """The address of the server that `rounds.serve` starts, and its model, which is to sample."""
+    tmp_path = tmp_path_factory.mktemp("served")
     model = shutil.copytree(world.model, tmp_path / "model")
     settings = json.loads((model / "generation_config.json").read_text())
     (model / "generation_config.json").write_text(json.dumps({**settings, "do_sample": True}))
     # It lists what is in the hub's cache, and fails where there is none.
     (tmp_path / "hub").mkdir()
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     serve = f"{Path(sys.executable).with_name('transformers')} serve {{model}} --port {{port}}"
-    with policy_server(serve, str(model), log=tmp_path / "log", timeout=PATIENCE) as url:
-        yield url, str(model)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("HF_HOME", str(tmp_path))
+        patched.setenv("HF_HUB_OFFLINE", "1")
+        with policy_server(serve, str(model), log=tmp_path / "log", timeout=PATIENCE) as url:
+            yield url, str(model)
 
 
 def test_a_real_server_says_what_transformers_generates(served):
@@ -75,3 +78,10 @@ def test_a_real_server_says_what_transformers_generates(served):
     samples, refused = drawn(CHATS, 1, top_k=5)
     assert (samples, len(refused)) == ({}, len(CHATS))
     require_names(refused[0].reason, "422", "top_k")
+
+
+def test_verify_compares_the_answers_of_a_real_server(served, journey):
+    """It gives no log-probs of prompts."""
+    url, folder = served
+    words = ("verify", journey.cache, "--server", url, "--server-model", folder, "--rescore", 4)
+    assert "100.0%" in success(*words, "--model", folder).out
