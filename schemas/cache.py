@@ -17,6 +17,7 @@ from .rows import Rejected, Role
 from .samples import Distribution
 
 FORMAT_VERSION = 5
+IMPORTED = "imported.logps"  # in a fingerprint: the digest of another program's log-probs
 
 
 def file_identity(sha256: str) -> int:

@@ -93,6 +93,7 @@ held = bytearray(path.read_bytes()); held[len(held) // 2] ^= 1; path.write_bytes
 see "a flipped byte of a shard is noticed" rotten
 see "inspect" bash -c "python -m align inspect cache --json | python -m json.tool"
 see "export for TRL" align export cache --output trl.parquet
+see "import-ref" quiet import-ref all.jsonl "${MODEL[@]}" --logps trl.parquet --output imported
 
 # --- refusals of honest mistakes ---
 see "refused: a missing file" refused "missing.parquet" quiet precompute-ref missing.parquet "${MODEL[@]}"

@@ -180,6 +180,28 @@ def precompute_ref(
     echo_result(make_cache(config, progress=begin_work(), part=own_part, shows_row=not quiet))
 
 
+@command("Data and cache", "align import-ref data.jsonl --logps FILE --model DIR")
+def import_ref(
+    context: typer.Context,
+    data: Data = None,
+    logps: str = option("Table of log-probs: a file, or a folder of `datasets`.", ..., "--logps"),
+    rescore: int = option("Rows whose log-probs are first scored again.", 64, min=1),
+    part: Part = None,
+) -> None:
+    """Make a cache of log-probs that another trainer wrote; the reference scores what is missing.
+
+    The table has token ids, as TRL's tokenized data, or one row for each row of the data.
+    """
+    from ..options.first_checks import require_inputs
+
+    config, own_part = shared_work(context, part, data=data)
+    require_inputs(config)
+    from ..precompute.precompute import make_cache
+
+    progress = begin_work()
+    echo_result(make_cache(config, progress=progress, part=own_part, logps=logps, rescore=rescore))
+
+
 @command("Data and cache", "align score data.jsonl --reward-model DIR")
 def score(context: typer.Context, data: Data = None, part: Part = None) -> None:
     """Score completions with a reward model, and write the data with its scores."""

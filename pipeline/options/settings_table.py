@@ -60,6 +60,7 @@ _EVERYTHING = " ".join(SECTIONS)
 # environment or --set.
 COMMANDS = {
     "precompute-ref": (f"model data tokens cache scoring {_TRACKING}", _RECORD),
+    "import-ref": (f"model data tokens cache scoring {_TRACKING}", _RECORD),
     "score": (
         f"rewards data tokens.max_length model.dtype model.device scoring {_TRACKING}",
         f"{_COMPUTING} model.device_map tokens cache.shards cache.reuse cache.reuse_known "
@@ -100,6 +101,9 @@ INSTEAD = {
     "train": _POLICY,
     "sweep": {"train.method": "--method", "train.output": "--output", **_POLICY},
     "run": {"train.cache": "--cache"},
+    "import-ref": dict.fromkeys(
+        ("cache.token_logps", "cache.scored", "cache.reuse", "cache.reuse_known"), ""
+    ),
     "score": {"model.path": "--reward-model"},
     "verify": {"model.path": "--model", "model.adapter": "--adapter", "server.url": "--server"},
     "rounds": {

@@ -164,11 +164,11 @@ def require_same(
         other = f"Give --output OTHER --reuse {reuse}" if takes_it else "Choose another --output"
         cost = "common scores are copied"
         what = "other settings"
-        if {name.partition(".")[0] for name in found} & {"model", "numerics"}:
+        if {name.partition(".")[0] for name in found} & {"model", "numerics", "imported"}:
             if models[0] != models[1]:
                 what = f"{models[0]}, not with {models[1]}"
             other = "Choose another --output"
-            cost = "the reference differs, so everything is scored again there"
+            cost = "its log-probs have another source, so none is copied"
         raise FingerprintError(
             f"{where} was made with {what}:\n  {lines}\n{other} ({cost}), or undo the change."
         )

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from typing import TypeAlias
 
 from ...schemas.cache import Manifest, Plan, reference_named
@@ -36,6 +37,7 @@ from ..options.settings_table import as_flags
 from ..parts import WHOLE, Part
 from ..ray_actors import run_on_ray
 from ..work import CommandResult, working
+from .imported import ImportedReference
 from .opening import (
     STAGE_ONE,
     CacheJob,
@@ -53,14 +55,29 @@ PrecomputeResult: TypeAlias = CommandResult[Manifest, ScoringCounts]
 
 
 def make_cache(
-    config: Config, *, progress: Progress, part: Part | None = None, shows_row: bool = False
+    config: Config,
+    *,
+    progress: Progress,
+    part: Part | None = None,
+    shows_row: bool = False,
+    logps: str = "",
+    rescore: int = 0,
 ) -> PrecomputeResult:
-    """Makes a cache with the config's reference; model and data may be in a bucket."""
+    """Makes a cache with the config's reference; model and data may be in a bucket.
+
+    `logps` is a table of known log-probs; `rescore` rows of it are first scored again.
+    """
     from ...stages.model.reference import HfReference  # noqa: PLC0415 - it imports torch
 
     require_model(config, part)
     local = with_local_inputs(config)
-    reference = HfReference(local.model, own_digests())
+    reference: Reference = HfReference(local.model, own_digests())
+    if logps:
+        local = replace(local, cache=replace(local.cache, token_logps=False, scored=True))
+        reference = imported = ImportedReference(reference, logps, local.tokens.max_length)
+        job = open_job(local, imported)
+        if not job.is_published:
+            imported.require_reproduced(job, rescore, progress)
     return precompute(local, reference, progress=progress, part=part, shows_row=shows_row)
 
 

@@ -26,6 +26,7 @@ from ...stages.score.score import (
     unscored,
 )
 from ...stages.tracking.progress import Progress
+from .imported import ImportedReference
 from .opening import identity_of, open_earlier
 from .prepare import Slices
 
@@ -235,8 +236,10 @@ class ShardScorer:
         return self._shards.encoded_rows()
 
     @cached_property
-    def _earlier(self) -> ReuseIndex:
-        plan = self._shards.plan
+    def _earlier(self) -> ReuseIndex | ImportedReference:
+        plan, reference = self._shards.plan, self._shards.reference
+        if isinstance(reference, ImportedReference):
+            return reference
         earlier = open_earlier(plan.reuse, plan.reference_key)
         return ReuseIndex(earlier, need_token_logps=self._rules.keep_token_logps)
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from ...schemas.cache import FileEntry, Manifest, Shard
+from ...schemas.cache import IMPORTED, FileEntry, Manifest, Shard
 from ...schemas.columns import Ragged
 from ...schemas.config import ModelOptions
-from ...schemas.errors import CorruptionError, FingerprintError, differences
+from ...schemas.errors import AlignError, CorruptionError, FingerprintError, differences
 from ...schemas.json_codec import digest
 from ...schemas.row_table import Rows
-from ...schemas.rows import Reference, Rescored, Scorer, Tree
+from ...schemas.rows import Reference, Rescored, Role, Scorer, Tree
 from ...stages.model.model_folder import UNUSED_WEIGHTS
 from ...stages.storage.cache import Cache
 from ...stages.storage.copies import damaged_objects
@@ -61,6 +61,7 @@ def verify(
     )
     reference = open_reference(recorded)
     identity = dict(reference.identity())
+    identity |= {name: fields[name] for name in (IMPORTED,) if name in fields}
     if digest(identity) != manifest.reference_key:
         stored = {name: fields.get(name, "nothing") for name in identity}
         lines = "\n  ".join(differences(stored, identity).values())
@@ -69,7 +70,8 @@ def verify(
             "Pass the right model with --model, or --rescore 0 to check only the digests."
         )
     dtype, sample = fields.get("model.dtype", "float32"), cache.sample_rows(manifest, rescore)
-    worst, count = _rescore(sample, reference.open(), dtype)
+    remedy = "The log-probs are not this reference's: make the cache again."
+    worst, count = score_again(sample, reference.open(), dtype, CorruptionError, remedy)
     return f"{text}\n{count} completions scored again: largest difference {worst:.2e} nats"
 
 
@@ -103,17 +105,23 @@ def token_logps(rows: Rows, scorer: Scorer) -> Ragged:
     return Ragged.of([scorer.score([tree]) for tree in alone], np.float32)
 
 
-def _rescore(sample: Iterable[tuple[str, Rows]], scorer: Scorer, dtype: str) -> tuple[float, int]:
+def score_again(
+    sample: Iterable[tuple[str, Rows]],
+    scorer: Scorer,
+    dtype: str,
+    error: type[AlignError],
+    remedy: str,
+) -> tuple[float, int]:
     """Scores each completion by itself; the largest difference, and the number of completions."""
     worst, count = 0.0, 0
     for name, rows in sample:
         again = Rescored.of(rows, token_logps(rows, scorer), dtype)
         if not again.is_same:
-            row = rows.row[rows.row_of_completion[again.worst]]
-            raise CorruptionError(
-                f"{name}: a completion of input row {row} has log-prob "
-                f"{rows.logps[again.worst]:.6f} in the cache, but {again.logps[again.worst]:.6f} "
-                "now. The log-probs are not this reference's: make the cache again."
+            at, row = again.worst, rows.row[rows.row_of_completion[again.worst]]
+            raise error(
+                f"{name}: the {Role(rows.roles[at]).name.lower()} completion of row {row} (of "
+                f"{rows.num_learned[at]} tokens) has log-prob {rows.logps[at]:.6f} there, but "
+                f"{again.logps[at]:.6f} now. {remedy}"
             )
         worst, count = max(worst, float(again.gaps.max())), count + len(again.gaps)
     return worst, count

@@ -8,7 +8,7 @@ from typing import Any
 
 import polars as pl
 
-from ...schemas.cache import Manifest, StopTokens
+from ...schemas.cache import IMPORTED, Manifest, StopTokens
 from ...schemas.errors import counted
 from ...schemas.rows import Role
 from ..storage.cache import Cache
@@ -251,6 +251,7 @@ def _cache_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("id", summary["root"]),
         ("reference", f"{summary['model'] or 'unnamed'}{adapter}"),
         ("", f"{summary['reference_key'][:16]}  {', '.join(how)}"),
+        *(("log-probs", f"imported, {made[name][:16]}") for name in (IMPORTED,) if name in made),
         *((name, stop.description) for name, stop in ended.items() if stop),
         ("shards", f"{summary['shards']:,}  ({size(summary['bytes'])})"),
     ]

@@ -112,15 +112,13 @@ def packed_keys(rows: Rows) -> NDArray[np.bytes_]:
 
 
 def completion_keys(rows: Rows) -> list[bytes]:
-    """A digest per completion of prompt ids, completion ids, their boundary and learned tokens."""
-    prompts = [
-        hashlib.blake2b(prompt.tobytes(), digest_size=16, person=b"prompt")
-        for prompt in rows.prompts
-    ]
-    keys = []
-    contents = rows.completion_bytes()
-    for row, completion in zip(rows.row_of_completion.tolist(), contents, strict=True):
-        joined = hashlib.blake2b(prompts[row].digest(), digest_size=16, person=b"branch")
-        joined.update(completion)
-        keys.append(joined.digest())
-    return keys
+    """The key of each completion."""
+    prompts = [prompt.tobytes() for prompt in rows.prompts]
+    each = zip(rows.row_of_completion.tolist(), rows.completion_bytes(), strict=True)
+    return [completion_key(prompts[row], completion) for row, completion in each]
+
+
+def completion_key(prompt: bytes, completion: bytes) -> bytes:
+    """A digest of prompt ids, completion ids, their boundary and learned tokens."""
+    head = hashlib.blake2b(prompt, digest_size=16, person=b"prompt").digest()
+    return hashlib.blake2b(head + completion, digest_size=16, person=b"branch").digest()
