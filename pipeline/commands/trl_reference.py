@@ -87,7 +87,7 @@ class CachedReference:
         if "KL_completion_ids" not in dataset.column_names:  # a loss without a KL term
             return dataset
         if "ref_KL_logps" not in completions.columns or completions["ref_KL_logps"].null_count():
-            raise UsageError(f"{self.caches} has no KL completions. Set cache.kl_pairs=1 there.")
+            raise UsageError(f"{self.caches} has no KL completions. Make one with --kl-pairs 1.")
         lengths = pl.col("prompt_ids").list.len() + pl.col("KL_completion_ids").list.len()
         longest, limit = completions.select(lengths.max()).item(), trainer.args.max_length
         if limit is not None and longest > limit:

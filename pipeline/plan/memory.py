@@ -377,7 +377,7 @@ class Choice:
 
 
 def chosen(config: Config, facts: PlanFacts) -> Choice:
-    """Decides every `auto`: the first settings on the ladder that fit, or the nearest."""
+    """Decides every `auto`: the first settings of LADDER that fit, or those that come nearest."""
     budget, given = facts.budget, planned(config, facts)
     if budget.holds(given.estimate):
         return Choice(budget, given, given, None)
@@ -403,7 +403,7 @@ def chosen(config: Config, facts: PlanFacts) -> Choice:
 
 
 def _climbed(facts: PlanFacts, start: Planned, is_open: set[str]) -> Planned:
-    """The first rung that fits on top of a plan, by open settings only; else the smallest."""
+    """The plan with the first rung of open settings that fits; else that with the lowest peak."""
     config, known = start.config, flatten(start.config)
     if config.train.dropout:  # its masks depend on the micro-batches
         is_open = is_open - {TOKENS}

@@ -126,8 +126,8 @@ def require_margins(objective: Objective) -> None:
         )
 
 
-def require_packable(train: TrainOptions, lora: LoraOptions, zero_stage: int) -> None:
-    """Refuses settings that need a missing bitsandbytes, and 4-bit weights under ZeRO-3."""
+def require_quantizable(train: TrainOptions, lora: LoraOptions, zero_stage: int) -> None:
+    """Refuses 8-bit AdamW and 4-bit weights without bitsandbytes, and the latter under ZeRO-3."""
     if train.optimizer == "adamw8bit":
         require_bitsandbytes("train.optimizer=adamw8bit")
     if lora.quantize == "none":

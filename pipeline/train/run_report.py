@@ -87,7 +87,7 @@ def require_finished(folder: RunFolder) -> RunEnding:
 
 
 def method_options(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the method by their own names."""
+    """The options of the method, by their names without `method.`."""
     return {
         name.removeprefix("method."): value
         for name, value in settings.items()

@@ -43,7 +43,7 @@ from ..plan.setting_checks import (
     require_compilable,
     require_effect,
     require_margins,
-    require_packable,
+    require_quantizable,
     seconds_of,
     with_adapters_settings,
 )
@@ -156,7 +156,7 @@ def check(settings: Settings, callbacks: Iterable[Callback] = ()) -> Run:
     config = with_adapters_settings(settings, objective, adapter)
     policy = _policy_options(config, manifest, adapter)
     stage = zero_stage(train, policy)
-    require_packable(train, config.lora, stage)
+    require_quantizable(train, config.lora, stage)
     require_compilable(config, stage)
     held_out = held_out_caches(train)
     for name, path in train.eval_caches:

@@ -186,7 +186,7 @@ def decoder(model: str, stops: Collection[int]) -> Decode:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Disables garbage collection, which would scan objects that are kept again and again."""
+    """Pauses garbage collection, which would scan every object made so far again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -150,7 +150,7 @@ def _failing_late(engine: Any) -> Iterator[list[Path]]:
         yield written
     if failures:
         raise StorageError(
-            f"{written[-1].parent}: cannot write the state ({_first_line(failures[0])})."
+            f"{written[-1].parent}: the checkpoint cannot be written ({_first_line(failures[0])})."
         )
 
 

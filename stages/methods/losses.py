@@ -95,7 +95,7 @@ def exo(
 
 @by_margin("max(0, 1 - b D)", "RSO, https://arxiv.org/abs/2309.06657")
 def hinge(p: Pairs, *, beta: float = 0.1) -> Tensor:
-    """Pairs, when those with a large enough margin should be left alone."""
+    """Pairs, when a pair whose margin is large enough should change nothing more."""
     return F.relu(1 - (beta * p.D - p.target_margin))
 
 
@@ -215,7 +215,7 @@ def aot(p: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Output:
     modifiers=RATIOS,
 )
 def aot_unpaired(p: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Output:
-    """Pairs whose two sides need not belong together, only to one step."""
+    """Pairs, when all chosen completions of a step should be compared with all rejected ones."""
     # The two completions of one d may be in different micro-batches. Each is compared with the
     # other's gathered value, and adds half of the loss but its own full gradient.
     chosen, rejected = p.step.pre_pass["ratios"][0::2], p.step.pre_pass["ratios"][1::2]

@@ -106,7 +106,7 @@ class _Activations(TorchFunctionMode):
         return again
 
     def forward_is_done(self) -> None:
-        """Releases the nodes, which would keep each other alive through their hooks."""
+        """Releases the autograd nodes, whose hooks would keep each other alive."""
         self._dropped.clear()
 
 

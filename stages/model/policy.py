@@ -125,10 +125,10 @@ def prepare_for_training(
 
 
 def _unify_dtypes(model: Any) -> None:
-    """Casts what learns to the base's dtype, unless all of it is in float32 and the base may be.
+    """Casts the trained weights to the base's dtype where they cannot all stay in float32.
 
-    Float16 needs the loss scale that DeepSpeed applies to float16 weights only; whole layers beside
-    an adapter are in the base's dtype, and DeepSpeed flattens weights of one dtype.
+    A float16 base needs float16 ones, because DeepSpeed scales the loss for those only. Whole
+    layers beside an adapter have the base's dtype, and DeepSpeed flattens weights of one dtype.
     """
     learning = [one for one in model.parameters() if one.requires_grad]
     base = model.dtype

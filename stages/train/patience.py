@@ -61,10 +61,10 @@ def why_over(best: Best | None, options: TrainOptions) -> str:
 
 
 def why_unmeasured(options: TrainOptions, names: Iterable[str]) -> str | None:
-    """The warning if none of these metrics is the one of train.best; else an empty text.
+    """A warning if the metric of train.best is missing among these; empty if it is among them.
 
-    None if they are of the other kind, held-out rows or steps. UsageError if the missing metric
-    would decide the end of the run.
+    None if these are metrics of training steps and that one is of held-out rows, or the reverse.
+    UsageError if the missing metric would end the run or choose its model.
     """
     metric = best_metric(options.best).metric
     kind = sorted(name for name in names if name.startswith(EVAL) == metric.startswith(EVAL))

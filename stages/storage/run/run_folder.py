@@ -91,7 +91,7 @@ class RunFolder:
         return dict(sorted((int(name[1]), path) for path, name in found.items() if name))
 
     def drop_evaluations(self, *, after: int) -> None:
-        """Removes the tables of later steps; -1: all."""
+        """Removes the evaluation tables of later steps; -1: all."""
         for step, path in self.evaluations().items():
             if step > after:
                 fs.unlink(path)
