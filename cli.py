@@ -71,6 +71,8 @@ def own_process(arguments: Sequence[str]) -> None:
     # OpenMP reads this when torch is imported.
     if not any(name in os.environ for name in HOW_THREADS_WAIT):
         os.environ.update(SHORT_SPINS)
+    if not sys.stderr.isatty():  # it draws bars into files too
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)  # MLflow reads them when DeepSpeed imports it
     # A thread may still send to MLflow when the program ends.

@@ -105,7 +105,7 @@ def masked(value: T) -> T:
 def masked_address(address: str) -> str:
     """The address with its user, password, query and fragment masked."""
     scheme, _, rest = address.partition("://")
-    user, host = _parted(rest)
+    user, host = _parted(scheme, rest)
     if set(user) & set("?#"):  # it is unclear where the password ends
         return f"{scheme}://{MASK}"
     host, _, fragment = host.partition("#")
@@ -119,7 +119,8 @@ def mask_secrets_of(address: str) -> None:
     """Registers the secrets of an address, to be masked from now on, whole and in parts."""
     if not _WHOLE_ADDRESS.fullmatch(address):
         return
-    user, host = _parted(address.partition("://")[2])
+    scheme, _, rest = address.partition("://")
+    user, host = _parted(scheme, rest)
     name, colon, password = user.partition(":")
     found = [password] if colon else [name]
     if len(name) > LONGEST_NAME:
@@ -142,14 +143,14 @@ def mask_secret(secret: str) -> None:
 def bare_address(address: str) -> str:
     """The address without user, password, query and fragment."""
     scheme, slashes, rest = address.partition("://") if "://" in address else ("", "", address)
-    _, host = _parted(rest)
+    _, host = _parted(scheme, rest)
     host = host.partition("?")[0]
     return f"{scheme}{slashes}{host if host.startswith('/') else host.partition('#')[0]}"
 
 
-def _parted(rest: str) -> tuple[str, str]:
+def _parted(scheme: str, rest: str) -> tuple[str, str]:
     """The user info before the host, and the rest; a password may contain any character."""
-    if rest.startswith("/"):  # a file
+    if rest.startswith("/") or scheme == "hf":  # a file, or a repository with its revision
         return "", rest
     user, _, host = rest.rpartition("@")
     return user, host

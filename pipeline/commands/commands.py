@@ -60,7 +60,19 @@ def option(meaning: str, default: Any = None, *words: str, **more: Any) -> Any:
 Data = Annotated[list[str] | None, typer.Argument(help="Files or folders of preference data.")]
 CacheDir = Annotated[str, typer.Argument(help="A cache made by precompute-ref.")]
 RunDir = Annotated[Path, typer.Argument(help="Folder of a training run.")]
-Model = Annotated[str | None, typer.Option("--model", help="Folder of the reference model.")]
+
+
+def _model(given: str | None) -> str | None:
+    """The folder of a model, or an address for an `owner/name` without a folder here."""
+    from ...stages.storage.locations import address_of
+
+    return given and address_of(given, "model")
+
+
+Model = Annotated[
+    str | None,
+    typer.Option("--model", help="The reference model: a folder, or OWNER/NAME.", callback=_model),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Do not show an example row.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Uri = Annotated[str, typer.Option(help="Another store than in your settings.")]
@@ -219,7 +231,7 @@ def check(context: typer.Context, data: Data = None) -> None:
     from ..jobs.object_inputs import with_local_inputs
     from ..precompute.check_data import check_data
 
-    local = with_local_inputs(settings_of(context, data=data).config)
+    local = with_local_inputs(settings_of(context, data=data).config, weights=False)
     checked = check_data(local, progress=begin_work())
     for line in checked.lines():
         echo_row(line)

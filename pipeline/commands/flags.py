@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 import typer
 from typer.core import TyperCommand
 
-from .terminal import is_first_rank
+from .terminal import echo, is_first_rank
 
 if TYPE_CHECKING:
     from ...schemas.config import Config
@@ -67,16 +67,22 @@ def settings_of(
     file: Path | None = None,
 ) -> Settings:
     """The settings from a command, its files and the environment."""
-    from ..options.settings import load_settings
+    from ..options.settings import hub_addresses, load_settings
 
-    return load_settings(
+    command = str(context.command.name)
+    settings = load_settings(
         context.meta["flags"],
         context.meta["sets"],
         file=file or context.meta["file"],
         data=data or [],
         near=near,
-        command=str(context.command.name),
+        command=command,
     )
+    if is_first_rank():
+        for name, address in hub_addresses(settings.config, command).items():
+            each = address if isinstance(address, list) else [address]
+            echo(f"{name}: {', '.join(each)}", err=True)
+    return settings
 
 
 def shared_work(

@@ -15,7 +15,8 @@ from ...schemas.config import Config
 from ...schemas.errors import UsageError, closest, did_you_mean
 from ...schemas.option import named_path, wrong_value
 from ...schemas.safe_text import MASK, mask_secrets_of, masked, masked_address
-from ...stages.storage.locations import is_remote
+from ...stages.storage.hub import pinned
+from ...stages.storage.locations import HUB, Kind, address_of, is_remote
 from ...stages.tracking.tracker import require_trackers
 from .settings_table import COMMANDS, INSTEAD, SECTIONS, fields, flag_of, meant_by, paths, reads
 from .yaml_values import UNREADABLE, from_yaml, in_yaml, to_yaml
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
 FILE_NAME = "align.yaml"
 LARGEST_FILE = 1024 * 1024  # larger files are data, which YAML takes minutes to refuse
 BY_HAND = ("flag", "--set", "ALIGN_MODEL")
+# The settings that may name a repository of the Hub, and its kind.
+ON_HUB: dict[str, Kind] = {
+    **dict.fromkeys(
+        ("model.path", "model.adapter", "train.model", "rewards.model", "judge.model"), "model"
+    ),
+    "data.files": "dataset",
+}
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,7 @@ def load_settings(
 
     The file is `file`, or an align.yaml here, beside the data or beside `near`. File and
     environment may have settings of other commands; flags and --set must be used by `command`.
+    Addresses of the Hub that it reads are resolved to commits.
     """
     of_flags = {name: _of_flag(name, value, command) for name, value in flags.items()}
     if data:
@@ -70,9 +79,10 @@ def load_settings(
     if path := file or _beside([*data, *near, *filter(None, [flags.get("train.cache")])]):
         layers.append((str(path), _read_file(path)))
     if os.environ.get("ALIGN_MODEL"):
-        layers.append(("ALIGN_MODEL", {"model.path": os.environ["ALIGN_MODEL"]}))
-    layers.append(("flag", of_flags))
-    layers.append(("--set", sets if isinstance(sets, Mapping) else dict(map(_of_set, sets))))
+        of_environment = {"model.path": os.environ["ALIGN_MODEL"]}
+        layers.append(("ALIGN_MODEL", _with_addresses(of_environment)))
+    of_sets = sets if isinstance(sets, Mapping) else dict(map(_of_set, sets))
+    layers += [("flag", _with_addresses(of_flags)), ("--set", _with_addresses(of_sets))]
 
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -92,7 +102,21 @@ def load_settings(
         if origin in ("flag", "--set") and not reads(command, name):
             advice = instead_of(name, command)
             raise UsageError(f"{origin}: {name} is not used by `align {command}`. {advice}.")
-    return Settings(config, origins)
+    return Settings(changed(config, _pinned(config, command)), origins)
+
+
+def _pinned(config: Config, command: str) -> dict[str, Any]:
+    """The addresses of the Hub that a command reads, by setting, with commits as revisions."""
+    values = hub_addresses(config, command)
+    return _relocated(values, lambda text, kind: pinned(text, kind) if HUB in text else text)
+
+
+def hub_addresses(config: Config, command: str) -> dict[str, Any]:
+    """The settings that a command reads in which an address of the Hub is."""
+    if command == "config":  # of no command
+        return {}
+    values = flatten(config)
+    return {one: values[one] for one in ON_HUB if HUB in str(values[one]) and reads(command, one)}
 
 
 def instead_of(name: str, command: str) -> str:
@@ -129,7 +153,25 @@ def _read_file(path: Path) -> dict[str, Any]:
     sections = {name: inside for name, inside in content.items() if isinstance(inside, dict)}
     if twice := sorted(_flat(sections).keys() & content.keys()):
         raise UsageError(f"{path}: given twice: {', '.join(twice)}. Write each once.")
-    return _located(_flat(content), path.parent, os.path.expanduser)
+    values = _with_addresses(_flat(content), path.parent)
+    return _located(values, path.parent, os.path.expanduser)
+
+
+def _with_addresses(values: Mapping[str, Any], folder: Path = Path()) -> dict[str, Any]:
+    """The settings with the Hub's address for each `owner/name` that is no file in the folder."""
+    found = _relocated(values, lambda text, kind: address_of(text, kind, folder))
+    return {**values, **found}
+
+
+def _relocated(values: Mapping[str, Any], change: Callable[[str, Kind], str]) -> dict[str, Any]:
+    """The settings that may be on the Hub, with each of their locations changed."""
+
+    def relocated(value: Any, kind: Kind) -> Any:
+        if isinstance(value, list):
+            return [relocated(one, kind) for one in value]
+        return change(value, kind) if isinstance(value, str) else value
+
+    return {name: relocated(values[name], kind) for name, kind in ON_HUB.items() if name in values}
 
 
 def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:

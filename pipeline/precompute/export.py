@@ -33,7 +33,7 @@ def text_of(cache: Cache, model: str | None = None) -> Decode:
     The tokenizer is the reference's, or that of `model`.
     """
     manifest = cache.manifest()
-    tokenizer = local_model(model or manifest.model)
+    tokenizer = local_model(model or manifest.model, weights=False)
     if not model and not Path(tokenizer).is_dir():
         raise UsageError(
             f"{cache.manifest_file}: the reference's folder {tokenizer}, with the tokenizer, is "

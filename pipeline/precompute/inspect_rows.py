@@ -48,7 +48,7 @@ def lines_of_row(cache: Cache, query: str, *, model: str | None) -> Iterator[str
         return
     stored = manifest.fingerprint
     options = TokenOptions(bos=stored["tokens.bos"], eos=stored["tokens.eos"])  # type: ignore[arg-type]
-    tokenizer = load_tokenizer(local_model(model or manifest.model), options)
+    tokenizer = load_tokenizer(local_model(model or manifest.model, weights=False), options)
     names = {entry.identity: entry.name for entry in manifest.inputs}
     file = int(rows.file[0])
     if file not in names:

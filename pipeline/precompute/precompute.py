@@ -28,6 +28,7 @@ from ...stages.report.text_tables import worded
 from ...stages.storage.cache_work import unfinished_work
 from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.disk.locks import try_owner_lock
+from ...stages.storage.locations import origin_of
 from ...stages.tracking.progress import Progress
 from ...stages.tracking.run import Run
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
@@ -261,7 +262,7 @@ def _describe(run: Run, job: CacheJob, plan: Plan) -> None:
         "cache": job.cache,
         "reference": plan.model,
         "adapter": plan.adapter,
-        "data": ", ".join(job.config.data.files),
+        "data": ", ".join(map(origin_of, job.config.data.files)),
         "tokens.max_length": job.config.tokens.max_length,
         "cache.kl_pairs": job.config.cache.kl_pairs,
     }

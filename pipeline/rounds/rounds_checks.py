@@ -64,7 +64,8 @@ def open_rounds(settings: Settings) -> Rounds:
     root = require_on_disk(settings.config.rounds.output, "rounds are")
 
     config = with_local_inputs(settings.config)
-    config = changed(config, {"judge.model": local_model(config.judge.model)})
+    judges = {"judge.model": config.judge.model, "rewards.model": config.rewards.model}
+    config = changed(config, {name: local_model(one) for name, one in judges.items()})
     prompts, held_out = split_prompts(config)
     if not prompts:
         raise UsageError(

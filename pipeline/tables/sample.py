@@ -28,10 +28,11 @@ from ...stages.data.text_rows import read_prompts
 from ...stages.sample.sample_table import sample_table, unique_prompts
 from ...stages.storage.answers import Answers
 from ...stages.storage.cache import Cache
+from ...stages.storage.locations import origin_of
 from ...stages.storage.tables import TableFolder, TableManifest
 from ...stages.tracking.progress import Progress
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
-from ..jobs.object_inputs import with_local_inputs
+from ..jobs.object_inputs import with_local_data
 from ..jobs.rejected_rows import RejectedRows, first_rejected
 from ..parts import Part
 from ..work import CommandResult, owned, working
@@ -79,7 +80,7 @@ def sample(
         require_sampled_model(config)
 
     # Read the distinct prompts, and find the stored samples of them.
-    config = with_local_inputs(config)
+    config = with_local_data(config)
     sampler = sampler or sampler_of(config)
     prompts, left_out, notes = _read_prompts(config, sampler)
     folder = TableFolder.at(options.output, "samples")
@@ -103,7 +104,7 @@ def sample(
     with working(folder, "sample", config.tracking, part, name=name, kept=counts.text) as run:
         params = {f"sample.{name}": str(value) for name, value in numbers.items()}
         run.log_params({**params, **identity})
-        files = ", ".join(config.data.files)
+        files = ", ".join(map(origin_of, config.data.files))
         run.set_tags({"align.samples": str(folder), "align.model_key": digest(identity)})
         sentence = (
             f"{options.n} answers of {quoted(model_name(model))} to each of "

@@ -77,7 +77,8 @@ def sampler_of(config: Config) -> Sampler:
         return ServerSampler(config.server)
     from ...stages.data.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(local_options(config.model).path, config.tokens)
+    folder = local_options(config.model, weights=False).path
+    tokenizer = load_tokenizer(folder, config.tokens)
     return ServerSampler(config.server, lambda prompt: len(prompt_ids(prompt, tokenizer)))
 
 
@@ -108,7 +109,7 @@ def wrapping_of(config: Config) -> Wrapping:
         return Wrapping.of(wrap)
     from ...stages.data.tokenizer import load_tokenizer
 
-    folder = local_options(model).path
+    folder = local_options(model, weights=False).path
     return load_tokenizer(folder, config.tokens).wrapping(wrap)
 
 

@@ -27,7 +27,7 @@ from ...stages.storage.locations import require_on_disk
 from ...stages.storage.output_folder import SCORES, OutputFolder
 from ...stages.storage.shards import read_shard
 from ...stages.tracking.progress import Progress
-from ..jobs.object_inputs import with_local_inputs
+from ..jobs.object_inputs import local_model, with_local_data
 from ..parts import Part
 from ..precompute.precompute import PrecomputeResult, precompute
 from ..ray_actors import require_executor
@@ -60,7 +60,8 @@ def rewards_from_model(
         raise UsageError(
             f"The parent of {folder} is not a folder. Make it, or choose another --output."
         )
-    config = with_local_inputs(config)
+    rewards = replace(config.rewards, model=local_model(config.rewards.model))
+    config = replace(with_local_data(config), rewards=rewards)
     inputs = inputs_of(config.data)
     before = [*map(digested, inputs)]
     shape = common_shape(inputs, config.data.map, config.data.carry)

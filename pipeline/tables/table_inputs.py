@@ -20,7 +20,7 @@ from ...stages.data.readers import ending_of
 from ...stages.data.text_rows import read_text_rows
 from ...stages.sample.sample_table import prompt_table, text_column
 from ...stages.storage.tables import TableFolder, TableKind, read_table
-from ..jobs.object_inputs import with_local_inputs
+from ..jobs.object_inputs import with_local_data
 from ..jobs.rejected_rows import RejectedRows, first_rejected
 
 
@@ -48,7 +48,7 @@ def read_input(config: Config, named: str, kind: TableKind) -> TableInput:
         manifest, table = read_table(folder)
         return TableInput(table, kind, manifest.root, sampling=manifest.sampling)
 
-    local = with_local_inputs(replace(config, data=replace(config.data, files=[named])))
+    local = with_local_data(replace(config, data=replace(config.data, files=[named])))
     (file,) = open_inputs(local.data.files)
     before = digested(file)
     shape = common_shape([file], config.data.map)

@@ -27,6 +27,7 @@ from ...stages.model.policy import Policy, load_policy, stored_value_head
 from ...stages.model.transformers_compat import can_recompute, routers_of
 from ...stages.storage.cache import Cache
 from ...stages.storage.disk.digests import own_digests
+from ...stages.storage.locations import HUB, origin_of
 from ...stages.tracking.progress import Progress
 from ...stages.train.memory import MemoryBackoff, forget_peak
 from ...stages.train.together import Meter
@@ -60,6 +61,14 @@ def identify(run: Run, world: World) -> None:
         run_on_all_ranks(world, lambda: [model_identity(model, remember) for model in mine]),
     )
     policy, *others = one_for_all(found, [model.path for model in models])
+    # Each rank resolved revisions of the Hub by itself.
+    read = [origin_of(path) for model in models for path in (model.path, model.adapter)]
+    addresses = gathered(world, [one for one in read if one.startswith(HUB)])
+    if other_rank := next((one for one in addresses if one != addresses[0]), None):
+        raise FingerprintError(
+            f"The ranks read different commits: {', '.join(addresses[0])}, and "
+            f"{', '.join(other_rank)}. Name one of them as the revision."
+        )
     if other:
         require_same_model(run.settings, run.manifest, models[1], others[0])
     may_differ = run.config.train.other_reference or "reference" not in run.objective.needs

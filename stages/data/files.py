@@ -19,6 +19,7 @@ from ...schemas.rows import BadRow
 from ..storage.disk.digests import own_digests, remembered_sha256
 from ..storage.locations import origin_of
 from .readers import ENDINGS, READERS, WHOLE_FILE, FilePart, Row, ending_of, open_bytes
+from .subsets import Subset, matching, subsets_of
 
 _DAMAGE = (BadDataError, pa.ArrowException, OSError, UnicodeError)
 HUB_FOLDER = "data"  # the folder of files in data sets of the Hub
@@ -59,7 +60,7 @@ def open_inputs(files: Sequence[str], split: str = "") -> tuple[InputFile, ...]:
         raise UsageError("No data files given. Name at least one file or folder.")
     inputs: dict[Path, InputFile] = {}
     for name in files:
-        for path in _data_files(Path(name), split):
+        for path in data_files(Path(name), split):
             if path.resolve() in inputs:
                 raise UsageError(f"{path} is given twice. Name every file once.")
             inputs[path.resolve()] = _opened(path)
@@ -89,8 +90,25 @@ def _opened(path: Path) -> InputFile:
 # Folders
 
 
-def _data_files(path: Path, split: str) -> list[Path]:
-    """The file, or the data files of a folder; `split` names the split to read."""
+def data_files(path: Path, split: str) -> list[Path]:
+    """The file, or the data files of a folder or of a subset; `split` names the split to read."""
+    own, above = subsets_of(path), subsets_of(path.parent)
+    if own:
+        name, *others = own
+        if others and name != "default":
+            raise UsageError(
+                f"{path} holds the subsets {', '.join(own)}. Choose one: {path}/{name}"
+            )
+        return _of_subset(path, name, own[name], split)
+    if path.name in above:
+        return _of_subset(path.parent, path.name, above[path.name], split)
+    if above and not path.exists():
+        raise UsageError(f"{path}: no such subset. There are {', '.join(above)}.")
+    return _of_folder(path, split)
+
+
+def _of_folder(path: Path, split: str) -> list[Path]:
+    """The file, or the data files of a folder without named subsets."""
     if path.is_file():
         if split:
             raise UsageError(f"--split {split}: {path} is one file. Leave --split out.")
@@ -100,18 +118,33 @@ def _data_files(path: Path, split: str) -> list[Path]:
     if (path / "dataset_dict.json").is_file():
         splits = _names_in(path / "dataset_dict.json", "splits")
         one = splits[0] if len(splits) == 1 and not split else _chosen(path, splits, split)
-        return _data_files(path / one, "")
+        return _of_folder(path / one, "")
     if (path / "state.json").is_file():
         return _saved_files(path, split)
     if files := _files_in(path):
         return _of_one_set(path, files, split)
     folders = [one.name for one in sorted(path.iterdir()) if one.is_dir() and _files_in(one)]
     if split in folders:
-        return _data_files(path / split, "")
+        return _of_folder(path / split, "")
     if HUB_FOLDER in folders:
-        return _data_files(path / HUB_FOLDER, split)
+        return _of_folder(path / HUB_FOLDER, split)
     found = f"but these folders do: {', '.join(folders)}" if folders else f"({ENDINGS})"
     raise UsageError(f"{path} holds no data files {found}. Name the files or their folder.")
+
+
+def _of_subset(path: Path, name: str, subset: Subset, split: str) -> list[Path]:
+    """The files of a subset that a README.md names, or those of its split."""
+    chosen = next(iter(subset)) if len(subset) == 1 and not split else split
+    if chosen not in subset:
+        chosen = _chosen(path, [*subset], split)
+    files = [one for one in matching(path, subset[chosen]) if ending_of(one.name)]
+    if not files:
+        raise UsageError(
+            f"{path} holds no data files ({ENDINGS}) of {name}, {chosen}, which its README.md "
+            "names. Name the files or their folder."
+        )
+    _require_all_numbered(path, [one.name for one in files])
+    return files
 
 
 def _saved_files(path: Path, split: str) -> list[Path]:

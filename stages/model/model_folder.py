@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +34,6 @@ KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
 # A head that equals the input embedding may be stored or left out: the model is the same.
 HEAD_NAMES = frozenset({"lm_head.weight", "embed_out.weight"})
 CONFIG = "config.json"
-_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # owner/name
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The files for chat and generation, beside weights and config.json.
 COMPANIONS = (
@@ -133,10 +131,7 @@ def require_folder(folder: str, advice: str, *, having: Sequence[str] = ()) -> N
     """Refuses a missing folder of a model, and one that has none of these files."""
     root = Path(folder)
     if not root.is_dir():
-        hub = ""
-        if _HUB_NAME.fullmatch(folder) and not root.parent.exists():
-            hub = f"`hf download {folder} --local-dir DIR` gets it from the Hugging Face Hub. "
-        raise UsageError(f"{folder}: no such model folder. {hub}{advice}")
+        raise UsageError(f"{folder}: no such model folder. {advice}")
     if having and not any((root / name).is_file() for name in having):
         raise UsageError(f"{folder} is no model folder: it has no {having[0]}. {advice}")
 

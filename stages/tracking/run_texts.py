@@ -15,7 +15,9 @@ from ..storage.locations import is_remote, origin_of
 SEPARATOR = " · "
 LONGEST_PART = 40
 _ROLES = ("model", "merged", "run")  # folders of every run; their parents distinguish the models
-_DIGEST = re.compile(r"[0-9a-f]{40}")  # a snapshot in the Hugging Face cache
+# A repository of the Hub with its revision, and a commit of it in the local cache.
+_REVISION = re.compile(r"(hf://[^@]*)@[^/]*")
+_SNAPSHOT = re.compile(r"[^/]*--([^/]+)/snapshots/[0-9a-f]{40}(?=/|$)")
 _ENDING = re.compile(
     r"\.(parquet|arrow|feather|ipc|(jsonl|ndjson|json|csv|tsv)(\.gz|\.zst)?)$", re.IGNORECASE
 )
@@ -29,8 +31,6 @@ def run_name(model: str, made_by: str, data: str) -> str:
 def model_name(path: str) -> str:
     """The last part of a path that distinguishes the model from others."""
     parts = [part for part in _bare(path).split("/") if part not in ("", ".", "..")]
-    if len(parts) > 2 and parts[-2] == "snapshots" and _DIGEST.fullmatch(parts[-1]):
-        return _short(parts[-3].rpartition("--")[2])
     while len(parts) > 1 and parts[-1] in _ROLES:
         parts.pop()
     return _short(parts[-1]) if parts else ""
@@ -66,7 +66,8 @@ def quoted(text: str) -> str:
 
 
 def _bare(path: str) -> str:
-    return redacted(bare_address(path) if "://" in path else path)
+    plain = redacted(bare_address(path) if "://" in path else path)
+    return _SNAPSHOT.sub(r"\1", _REVISION.sub(r"\1", plain))
 
 
 def _short(name: str) -> str:

@@ -30,7 +30,7 @@ TABLE = {
         "pairs.parquet --model bare": "2 bare model.safetensors",
         "pairs.parquet --model no-config": "2 no-config config.json",
         "pairs.parquet --model HuggingFaceTB/SmolLM2-135M-Instruct": (
-            "2 download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir --model"
+            "2 hf://HuggingFaceTB/SmolLM2-135M-Instruct HF_HUB_OFFLINE"
         ),
         "chats.parquet --model no-template": "2 no-template tokens.chat_template",
         "pairs.parquet --model wordless": "2 wordless tokenizer",
@@ -47,8 +47,8 @@ TABLE = {
         "cells.jsonl": "3 --max-bad-frac 3",
         "cells.jsonl --model model": "3 --max-bad-frac 3",
         "pair.jsonl --model empty": "2 empty config.json",
-        "pair.jsonl --model owner/name": "2 download owner/name --local-dir --model",
-        "pair.jsonl --model photos/name": "2 photos/name --model",
+        "pair.jsonl --model owner/name": "2 hf://owner/name HF_HUB_OFFLINE",
+        "pair.jsonl --model photos/name": "2 hf://photos/name HF_HUB_OFFLINE",
     },
     "plan --method dpo": {
         "": "2 align-cache --cache --rows",
