@@ -19,10 +19,13 @@ class ModelOptions:
     """The frozen reference."""
 
     path: PathStr = Field(
-        default="", description="folder of the reference model (safetensors, config, tokenizer)"
+        default="",
+        description=(
+            "reference model: a folder (safetensors, config, tokenizer), or OWNER/NAME of the Hub"
+        ),
     )
     adapter: PathStr = Field(
-        default="", description="folder of a PEFT adapter on top of it; empty: none"
+        default="", description="PEFT adapter on top of it, in a folder or of the Hub; empty: none"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="auto: the dtype the weights are stored in"

@@ -16,7 +16,9 @@ class DataOptions:
 
     files: list[PathStr] = Field(
         default_factory=list,
-        description="Parquet, JSONL, JSON, CSV, Arrow files or folders of them",
+        description=(
+            "Parquet, JSONL, JSON, CSV, Arrow files, folders of them, or data sets of the Hub"
+        ),
     )
     map: dict[str, str] = Field(
         default_factory=dict,

@@ -341,7 +341,7 @@ class RunRecords:
         places = {
             "run": output if is_remote(output) else str(run.folder.root.absolute()),
             "cache": origin_of(str(run.cache.root.resolve())),
-            "policy": run.begins_as.path,
+            "policy": origin_of(run.begins_as.path),
             "reference": manifest.model,
         }
         given = [name for section in ("train", "lora") for name in run.settings.given(section)]
@@ -388,7 +388,7 @@ def _tags(run: Run) -> dict[str, str]:
         "align.cache_root": run.manifest.root,
         "align.cache": origin_of(str(run.cache.root.resolve())),
         "align.reference_weights": run.manifest.fingerprint["model.weights"],
-        "align.policy": run.begins_as.path,
+        "align.policy": origin_of(run.begins_as.path),
         "align.world_size": str(run.world.size),
     }
 
@@ -397,11 +397,11 @@ def used_settings(run: Run, *sections: str) -> dict[str, str]:
     """The settings of these sections as this run uses them, by their dotted names."""
     chosen = {*sections} | ({"lora"} if run.config.lora.enabled else set())
     found = {
-        "model.path": run.begins_as.path,
-        "model.adapter": run.begins_as.adapter,
+        "model.path": origin_of(run.begins_as.path),
+        "model.adapter": origin_of(run.begins_as.adapter),
         "model.device": run.policy.device.type,
         "train.cache": origin_of(str(run.cache.root)),
-        "train.model": run.begins_as.path,
+        "train.model": origin_of(run.begins_as.path),
         "train.tokens_per_batch": run.feed.settings.tokens_per_batch,
         "train.dtype": run.policy.dtype,
     }
