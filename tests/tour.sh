@@ -154,6 +154,7 @@ all_methods() {
 }
 see "all 33 methods, in one sweep with its page" all_methods
 see "diff of two runs, with intervals" align diff kto micro
+see "evaluate: the run's own numbers, and another model's" bash -c "python -m align evaluate kto && python -m align evaluate world/model --cache cache --method dpo && test -s align-evaluation/rows.csv"
 see "plan" bash -c "python -m align plan --method kto --cache cache --gpu 24g | grep -qi gib"
 see "memory: settings are chosen to fit" quiet train --method dpo --cache cache --output fits "${T[@]}" --max-steps 1 --set train.memory=2g
 

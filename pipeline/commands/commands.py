@@ -6,6 +6,7 @@ A command imports its modules when it runs, so --help and refusals take less tha
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -515,6 +516,38 @@ def report(
         write_report(run)
         page = training_folder(run).report
     echo(f"{page} written. It needs no network: open it in any browser.")
+
+
+@command("Look", "align evaluate align-run --cache other-cache")
+def evaluate(
+    context: typer.Context,
+    model: str = argument("Folder of a finished run, or of a model."),
+    tasks: str = option("Tasks of lm-evaluation-harness: hellaswag,mmlu,…", ""),
+    harness: str = option("More words for it, such as '--num_fewshot 5 --limit 100'.", ""),
+    output: Path | None = option("Folder of a model's results (default: align-evaluation)."),
+    as_json: Json = False,
+) -> None:
+    """Measure a model on held-out rows, as training does, and on tasks of lm-evaluation-harness.
+
+    A run is measured on its own held-out rows unless caches are named; a model needs --method.
+    """
+    from ...stages.report.text_tables import grid
+    from ..jobs.tracker_sync import own_options
+    from ..train.evaluate import evaluate as run_evaluation
+    from ..train.run_report import results_table
+
+    own = Path(model) / "config.yaml"
+    of_run = own.exists()
+    if (harness and not tasks) or (output and of_run):
+        raise UsageError("--harness is for --tasks, and --output for a model. Leave it out.")
+    tracking = own_options(context.meta["file"])  # a run's folder names no store
+    settings = settings_of(context, file=own if of_run else None)
+    home = Path(model) / "evaluated" if of_run else output or Path("align-evaluation")
+    words = [tasks, *shlex.split(harness)] if tasks else []
+    results = run_evaluation(settings, model, home, words, tracking, begin_work())
+    head, *rows = results_table(results) or [[]]
+    text = json.dumps(results, indent=2, default=str) if as_json else "\n".join(grid(head, rows))
+    echo_once(text)
 
 
 @command("Look", "align diff runs/dpo runs/kto")

@@ -43,12 +43,15 @@ FLAGS = {
     "select": "output rows min_gap max_length_ratio keep_cut",
     "rounds": "output count reference",
 }
-# Flags that `align run` has to distinguish.
-WORDS_OF_RUN = {
-    "model.dtype": "--reference-dtype",
-    "cache.output": "--cache",
-    "scoring.tokens_per_batch": "--reference-tokens",
-    "train.model": "--policy",
+# Other words of single commands: `align run` has to distinguish two stages.
+OWN_WORDS = {
+    "run": {
+        "model.dtype": "--reference-dtype",
+        "cache.output": "--cache",
+        "scoring.tokens_per_batch": "--reference-tokens",
+        "train.model": "--policy",
+    },
+    "evaluate": {"train.eval_cache": "--cache"},
 }
 
 _COMPUTING = "model.attention model.compile model.allow_unused_weights"
@@ -86,6 +89,11 @@ COMMANDS = {
     "plan": (
         _TRAINING,
         f"{_COMPUTING} model.path model.adapter tokens cache.output cache.kl_pairs",
+    ),
+    "evaluate": (
+        "train.eval_cache train.method train.dtype train.tokens_per_batch method model.device",
+        f"{_COMPUTING} tokens train.pairs_from_scores train.min_score_gap train.label_threshold "
+        "train.other_sampling train.limit_eval_batches train.batch_size",
     ),
     "run": ("model data tokens cache train lora method scoring tracking", ""),
     "rounds": (f"rounds train.method {_TRACKING}", _EVERYTHING),
@@ -227,8 +235,7 @@ def flags_of(command: str) -> Mapping[str, str]:
         for section, flags in FLAGS.items()
         for key, _, word in (flag.partition(":") for flag in flags.split())
     }
-    if command == "run":
-        words |= WORDS_OF_RUN
+    words |= OWN_WORDS.get(command, {})
     return {
         name: words[name]
         for part in taken.split()

@@ -92,8 +92,11 @@ def one_for_all(
     return found[0]
 
 
-def load(run: Run, progress: Progress) -> None:
-    """Indexes the rows, decides every `auto`, loads the policy, and opens engine and feed."""
+def load(run: Run, progress: Progress, *, learns: bool = True) -> None:
+    """Indexes the rows, decides every `auto`, loads the policy, and opens engine and feed.
+
+    A policy that does not learn takes the memory of inference.
+    """
     forget_peak()
     world, config = run.world, run.config
     run.source, held_out = run_on_all_ranks(world, lambda: _sources(run))
@@ -102,7 +105,7 @@ def load(run: Run, progress: Progress) -> None:
     if world.rank == 0:
         head = stored_value_head(run.begins_as) if run.objective.head == "values" else None
         notes = [
-            *_source_notes(run.source, held_out),
+            *source_notes(run.source, held_out),
             sampling_note(run.objective, run.manifest),
             learning_rate_note(config.train, config.lora),
             f"the value head starts from {head}" if head else "",
@@ -111,7 +114,7 @@ def load(run: Run, progress: Progress) -> None:
         ]
         for note in filter(None, notes):
             progress.log(note)
-    config = run.config = with_auto_decided(run, progress)
+    config = run.config = with_auto_decided(run, progress) if learns else config
     policy = run.policy = run_on_all_ranks(world, lambda: _load_policy(run))
     model = causal_model(policy.model)
     text_config = model.config.get_text_config(decoder=True)
@@ -126,8 +129,9 @@ def load(run: Run, progress: Progress) -> None:
     for source in (run.source, *held_out.values()):
         require_positions(source, run.objective, last)
     run.objective = run.objective.computed_in(policy.dtype, run.manifest.fingerprint["model.dtype"])
+    options = config.train if learns else None
     run.engine, run.engine_config = open_engine(
-        policy, config.train, world, hidden_size=text_config.hidden_size
+        policy, options, world, hidden_size=text_config.hidden_size
     )
     if policy.is_sharded:
         policy.choose_path(partial(agreed, world))
@@ -158,7 +162,7 @@ def load(run: Run, progress: Progress) -> None:
 
     run.memory = MemoryBackoff(pads, ranks=world.size, advice=less_memory, budget=fits)
     run.meter = Meter(pads=pads)
-    if world.rank == 0:
+    if world.rank == 0 and learns:
         for line in short_plan(run.feed, policy, config.train, run.engine_config):
             progress.log(line)
 
@@ -200,7 +204,8 @@ def shard_columns(world: World, remember: Remember) -> ShardColumns:
     return ShardColumns(check)
 
 
-def _source_notes(source: TrainSource, held_out: Mapping[str, TrainSource]) -> Iterator[str]:
+def source_notes(source: TrainSource, held_out: Mapping[str, TrainSource]) -> Iterator[str]:
+    """Notes on the rows of a training and its evaluations."""
     rows = sum(one.eval_rows for one in held_out.values())
     yield (
         f"cache {source.folder.root} ({source.manifest.root[:12]}…): "

@@ -188,12 +188,9 @@ class RunRecords:
         if run.config.train.eval_text and not self._decode:
             stops = StopTokens.of(run.manifest.fingerprint).tokens
             self._decode = decoder(run.begins_as.path, stops)
-        has_none = run.read_spec.context or not run.manifest.is_scored
-        kind: Kind = "log-probs" if has_none else "log-ratios"
-        if run.objective.head == "score":
-            kind = "scores"
         fs.make_folder(path.parent)
-        fs.publish(path, evaluation_csv(samples, kind, decode=self._decode).encode())
+        text = evaluation_csv(samples, table_kind(run), decode=self._decode)
+        fs.publish(path, text.encode())
         self._tracked.log_artifact(path)
 
     def ran_out(self, step: int, tokens: int) -> None:
@@ -359,6 +356,14 @@ class RunRecords:
                 root.name, digest=made.root, source=source_of, context=context
             )
         self._tracked.log_artifact(run.cache.manifest_file)
+
+
+def table_kind(run: Run) -> Kind:
+    """The kind of a table of held-out completions."""
+    if run.objective.head == "score":
+        return "scores"
+    has_none = run.read_spec.context or not run.manifest.is_scored
+    return "log-probs" if has_none else "log-ratios"
 
 
 def shown(metrics: Mapping[str, float]) -> str:

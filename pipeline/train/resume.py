@@ -152,6 +152,7 @@ def require_checkpoint_match(run: Run) -> None:
         if run.folder.ending.exists():
             ENDINGS.drop(run.folder.ending)
         fs.unlink(run.folder.answers)  # the policy changes from now on
+        fs.unlink(run.folder.results)
         fs.publish(run.folder.config, as_yaml(run.config).encode())
         fs.publish(run.folder.engine, f"{engine}\n".encode())
 

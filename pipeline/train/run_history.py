@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...stages.tracking.metrics_log import EVAL, RESERVED, prefix_of, read_metrics
+from ...stages.tracking.metrics_log import EVAL, EVALUATE, RESERVED, prefix_of, read_metrics
 
 if TYPE_CHECKING:
     import polars as pl
@@ -86,7 +86,8 @@ def read_history(metrics: Path) -> History:
 
     kinds = pl.Schema({"step": pl.Int64(), "time": pl.Datetime("ms", "UTC")})
     frames = [pl.DataFrame(schema=kinds)]
-    measured = (line for line in read_metrics(metrics) if line.metrics)
+    # The lines of `align evaluate` are for trackers: they are no part of the training.
+    measured = (line for line in read_metrics(metrics) if not all(map(_is_added, line.metrics)))
     while some := [*islice(measured, LINES_AT_ONCE)]:
         rows = [{"step": one.step, "time": round(1000 * one.time), **one.metrics} for one in some]
         frames.append(pl.from_dicts(rows, schema_overrides=kinds, infer_schema_length=None))
@@ -98,6 +99,10 @@ def read_history(metrics: Path) -> History:
         holds_one = pl.any_horizontal(pl.lit(False), *(pl.col(one).is_not_null() for one in names))
         parts.append(lines.filter(holds_one).select(*kinds, *names))
     return History(*parts)
+
+
+def _is_added(name: str) -> bool:
+    return name.startswith(EVALUATE)
 
 
 def curves(lines: pl.DataFrame, prefix: str = "") -> Mapping[str, list[tuple[float, float]]]:

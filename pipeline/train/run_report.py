@@ -148,6 +148,7 @@ def write_report(root: Path) -> dict[str, str]:
                 "Before and after",
                 table=before_and_after(history.measured(ending.model_step if ending else None)),
             ),
+            Section("Evaluation", table=results_table(read_results(folder.results))),
             Section("Learning", figures=curves_of(LEARNING, learned, held_out, best)),
             *completions,
             Section(
@@ -192,6 +193,28 @@ def before_and_after(measured: Measured) -> list[list[str]]:
     if not is_held_out:
         head = ["training steps", "first", "last"]
     return [head, *rows] if rows else []
+
+
+def read_results(file: Path) -> dict[str, Any]:
+    """The results of `align evaluate`; without any if there is no file."""
+    try:
+        found: dict[str, Any] = json.loads(fs.read_bytes(file)) if file.exists() else {}
+        return {"sets": {}, "tasks": {}, **found}
+    except ValueError as error:
+        raise CorruptionError(f"{file} is damaged ({error}). Remove it.") from error
+
+
+def results_table(results: Mapping[str, Any]) -> list[list[str]]:
+    """A table of the results of `align evaluate`; empty if there are none."""
+    rows = []
+    for name, found in {**results["sets"], **results["tasks"]}.items():
+        shown = SUMMARIZED if name in results["sets"] else found["metrics"]
+        for metric in shown:
+            if (value := found["metrics"].get(metric)) is not None:
+                low, high = found["intervals"].get(metric, (None, None))
+                interval = "" if low is None else f"{low:z.4f} to {high:z.4f}"
+                rows.append([f"{name}: {metric}", f"{value:z.4f}", interval])
+    return [["evaluation", "value", "95 % interval"], *rows] if rows else []
 
 
 def _lead(folder: RunFolder, ending: RunEnding | None, history: History, method: str) -> list[str]:

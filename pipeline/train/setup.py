@@ -158,14 +158,8 @@ def check(settings: Settings, callbacks: Iterable[Callback] = ()) -> Run:
     stage = zero_stage(train, policy)
     require_quantizable(train, config.lora, stage)
     require_compilable(config, stage)
-    held_out = held_out_caches(train)
-    for name, path in train.eval_caches:
-        require_same_making(manifest, held_out[name][1], path)
+    held_out = checked_caches(objective, train, cache)
     train = replace(train, best=best_of_sets(train.best, [*held_out]))
-    for folder, made in ((cache, manifest), *held_out.values()):
-        require_logps(objective, folder, made)
-        may_differ = train.other_sampling
-        require_own_samples(objective, folder.root, made.sampling, may_differ=may_differ)
     read_spec = read_spec_of(objective, train, policy.path)
     given = {name: str(value) for name, value in settings.given("tokens").items()}
     require_same_text(manifest, policy.path, config.tokens, given)
@@ -184,6 +178,20 @@ def check(settings: Settings, callbacks: Iterable[Callback] = ()) -> Run:
         max_seconds=seconds_of(train.max_time),
         callbacks=tuple(callbacks),
     )
+
+
+def checked_caches(
+    objective: Objective, train: TrainOptions, cache: Cache
+) -> dict[str, tuple[Cache, Manifest]]:
+    """The caches to evaluate on, by name; refuses one that does not fit the method or the cache."""
+    manifest, held_out = cache.manifest(), held_out_caches(train)
+    for name, path in train.eval_caches:
+        require_same_making(manifest, held_out[name][1], path)
+    for folder, made in ((cache, manifest), *held_out.values()):
+        require_logps(objective, folder, made)
+        may_differ = train.other_sampling
+        require_own_samples(objective, folder.root, made.sampling, may_differ=may_differ)
+    return held_out
 
 
 def zero_stage(train: TrainOptions, policy: ModelOptions) -> int:

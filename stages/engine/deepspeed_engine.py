@@ -39,9 +39,14 @@ logger = logging.getLogger("align")
 
 
 def open_engine(
-    policy: nn.Module, options: TrainOptions, world: World, *, hidden_size: int
+    policy: nn.Module, options: TrainOptions | None, world: World, *, hidden_size: int
 ) -> tuple[DeepSpeedEngine, dict[str, Any]]:
-    """The engine of a policy, sharded over the ranks, and DeepSpeed's resolved configuration."""
+    """The engine of a policy, sharded over the ranks, and DeepSpeed's resolved configuration.
+
+    Without options it is an engine that only evaluates, with the whole policy on each rank.
+    """
+    if options is None:
+        return DeepSpeedEngine(policy, world), {}
     first = next((one for one in policy.parameters() if one.requires_grad), None)
     if first is None:
         raise UsageError("the policy has no parameter that learns. Set lora.targets to its layers.")
@@ -148,6 +153,7 @@ class DeepSpeedEngine:
     """A policy, sharded over the ranks in any way, with its forward pass and updates."""
 
     def __init__(self, engine: Any, world: World) -> None:
+        """`engine`: DeepSpeed's, or a policy that is only evaluated."""
         self._engine = engine
         self.world = world
 
@@ -159,7 +165,7 @@ class DeepSpeedEngine:
         over all tokens: (layers, 2 * experts + 1) float64. All ranks call this together. Without
         trees, the tensors are empty and still carry a (zero) gradient.
         """
-        names: tuple[str, ...] = self._engine.module.output_names
+        names: tuple[str, ...] = getattr(self._engine, "module", self._engine).output_names
         return dict(zip(names, self._engine(tuple(trees)), strict=True))
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,9 +18,19 @@ def model_card(
     lines = ["---", *matter, "---", *text]
     for title, rows in tables.items():
         if rows:
-            cells = [f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items()]
-            lines += ["", f"## {title}", "", "| | |", "|---|---|", *cells]
+            lines += ["", *_section(title, rows)]
     return "\n".join([*lines, ""])
+
+
+def with_section(card: str, title: str, rows: Mapping[str, str]) -> str:
+    """The card with a table at its end; an earlier one of this title is replaced."""
+    rest = re.sub(rf"\n## {re.escape(title)}\n.*?(?=\n## |\Z)", "", card, flags=re.DOTALL)
+    return "\n".join([rest.rstrip("\n"), "", *_section(title, rows), ""])
+
+
+def _section(title: str, rows: Mapping[str, str]) -> list[str]:
+    cells = [f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items()]
+    return [f"## {title}", "", "| | |", "|---|---|", *cells]
 
 
 def _cell(text: str) -> str:

@@ -8,7 +8,8 @@ log-ratio or the log-prob.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +110,29 @@ def compare(first: pl.DataFrame, second: pl.DataFrame, measure: str = REWARD) ->
 def correct_rows(samples: pl.DataFrame, measure: str) -> NDArray[np.float64]:
     """1 for each correct row of a table, 0 for an incorrect one, and 0.5 for a tie."""
     return _is_correct(margins_by_row(samples, measure, measure)["value"].to_numpy())
+
+
+def intervals_of(
+    samples: pl.DataFrame, metrics: Mapping[str, float]
+) -> dict[str, tuple[float, float]]:
+    """The 95 % intervals of a held-out set's metrics, by the bootstrap over prompts.
+
+    A metric that is no mean over these rows has none, such as an accuracy with ties by rounding.
+    """
+    if REWARD not in samples.columns or {*samples["role"]} - {*GOOD, *BAD}:
+        return {}
+    rows = margins_by_row(samples, REWARD, REWARD).sort("row_id")
+    margins, found = rows["value"].to_numpy(), {}
+    good, bad = (samples.filter(pl.col("role").is_in(roles)) for roles in (GOOD, BAD))
+    for name, values, prompts in (
+        ("rewards/accuracies", _is_correct(margins), rows["prompt_key"]),
+        ("rewards/margins", margins, rows["prompt_key"]),
+        ("rewards/chosen", good[REWARD].to_numpy(), good["prompt_key"]),
+        ("rewards/rejected", bad[REWARD].to_numpy(), bad["prompt_key"]),
+    ):
+        if name in metrics and math.isclose(np.mean(values), metrics[name], abs_tol=1e-9):
+            found[name] = interval_of_mean(values, prompts.to_numpy())
+    return found
 
 
 def margins_by_row(samples: pl.DataFrame, measure: str, unit: str) -> pl.DataFrame:

@@ -21,6 +21,7 @@ logger = logging.getLogger("align")
 
 RESERVED = ("step", "time")
 EVAL = "eval/"  # prefix of the metrics of held-out rows
+EVALUATE = "evaluate/"  # and of those that `align evaluate` adds to a finished run
 MAX_KEY = 250
 
 

@@ -15,7 +15,7 @@ from align.pipeline.options.settings_table import (
     FLAGS,
     INSTEAD,
     OURS,
-    WORDS_OF_RUN,
+    OWN_WORDS,
     reads,
 )
 from align.pipeline.train.setup import check
@@ -44,7 +44,7 @@ def test_every_name_of_the_tables_is_a_setting_a_section_or_a_command():
     taking = {name for name, command in GIVEN.items() if isinstance(command, SettingsCommand)}
     assert {*COMMANDS} == taking
     assert {*INSTEAD} < taking
-    named = {*OURS.values(), *WORDS_OF_RUN}
+    named = {*OURS.values(), *(name for words in OWN_WORDS.values() for name in words)}
     for section, keys in FLAGS.items():
         named |= {f"{section}.{key.partition(':')[0]}" for key in keys.split()}
     for names in COMMANDS.values():

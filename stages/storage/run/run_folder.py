@@ -5,6 +5,7 @@ nonfinite.jsonl                 rows of steps with NaN or infinity, if any
 evaluations/step-<n>.csv        single held-out completions, a line each
 rows.parquet                    the margin of each training row at each step that ran it
 answers.jsonl                   answers to held-out prompts before and after training
+evaluated/                      results of `align evaluate`: results.json, <set>.csv, the harness's
 report.html                     all of this on one page
 config.yaml                     the settings at the start of the run
 deepspeed.json                  the configuration of DeepSpeed
@@ -54,6 +55,8 @@ class RunFolder:
         self.nonfinite = root / "nonfinite.jsonl"
         self.rows = root / "rows.parquet"
         self.answers = root / "answers.jsonl"
+        self.evaluated = root / "evaluated"
+        self.results = self.evaluated / "results.json"
         self.report = root / "report.html"
         self.config = root / "config.yaml"
         self.engine = root / "deepspeed.json"
