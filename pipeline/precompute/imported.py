@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from ...schemas.cache import IMPORTED
 from ...schemas.columns import offsets_of
-from ...schemas.errors import BadDataError, FingerprintError, UsageError
+from ...schemas.errors import BadDataError, CorruptionError, FingerprintError, UsageError
 from ...schemas.json_codec import digest
 from ...schemas.row_table import Rows
 from ...schemas.rows import Reference, Role
@@ -23,29 +24,16 @@ from ...stages.tracking.progress import Progress
 from .opening import CacheJob
 from .verify import score_again
 
-# Columns of log-probs as TRL, open-instruct and Megatron-Bridge name them, the roles of their
-# completions, and the column of their ids, which only TRL (and `align export`) writes.
+# Log-probs as TRL, open-instruct and Megatron-Bridge name them; TRL's ids, and roles.
+LOGPS = re.compile("(?:ref_)?(.*)_(?:logps|logprob_sum)")
 COLUMNS = {
-    **dict.fromkeys(("ref_chosen_logps", "chosen_logps", "ref_chosen_logprob_sum"), (Role.CHOSEN,)),
-    **dict.fromkeys(
-        ("ref_rejected_logps", "rejected_logps", "ref_rejected_logprob_sum"), (Role.REJECTED,)
-    ),
-    "ref_logps": (Role.DESIRABLE, Role.UNDESIRABLE),
-    "ref_KL_logps": (),
-}
-IDS = {
-    "ref_chosen_logps": "chosen_ids",
-    "ref_rejected_logps": "rejected_ids",
-    "ref_logps": "completion_ids",
-    "ref_KL_logps": "KL_completion_ids",
+    "chosen": ("chosen_ids", (Role.CHOSEN,)),
+    "rejected": ("rejected_ids", (Role.REJECTED,)),
+    "ref": ("completion_ids", (Role.DESIRABLE, Role.UNDESIRABLE)),
+    "KL": ("KL_completion_ids", ()),
 }
 # Megatron-Bridge numbers its rows, and scores one token for each side of a row that it cannot use.
 NUMBER, COUNTS = "pair_id", ("ref_chosen_num_tokens", "ref_rejected_num_tokens")
-CAUSES = (
-    "Usual causes: a mean over tokens, where losses need the sum; bfloat16 (pass --dtype bfloat16);"
-    " rows in another order; another template or stop token; truncation (--max-length); other "
-    "weights."
-)
 
 
 class ImportedReference:
@@ -56,36 +44,32 @@ class ImportedReference:
 
     def __init__(self, reference: Reference, table: str, max_length: int) -> None:
         self.open, self.hidden_size = reference.open, reference.hidden_size
-        self._reference, self._table, self._max_length = reference, table, max_length
-        inputs = open_inputs([table])
+        self._reference, self._table, inputs = reference, table, open_inputs([table])
         self._digest = digest([digested(file).sha256 for file in inputs])
-        names = inputs[0].columns
-        self._has_ids, self._has_numbers = "prompt_ids" in names, NUMBER in names
-        self._logps, self._num_rows = dict[Any, Any](), 0
-        found = [name for name in (IDS if self._has_ids else COLUMNS) if name in names]
+        names, named = {*inputs[0].columns}, map(LOGPS.fullmatch, inputs[0].columns)
+        found = {one[0]: COLUMNS[one[1]] for one in named if one and one[1] in COLUMNS}
         if not found:
-            raise UsageError(f"{table} has no column {' or '.join(COLUMNS)}. Rename one to that.")
-        wanted = ["prompt_ids", *IDS.values(), *found, NUMBER, *COUNTS]
+            raise UsageError(f"{table} has no log-probs, such as ref_chosen_logps or ref_logps.")
+        self._has_ids, self._logps = "prompt_ids" in names, dict[Any, Any]()
+        self._num_rows = 0  # if they are not numbered
+        wanted = [*found, *(ids for ids, _ in found.values()), "prompt_ids", NUMBER, *COUNTS]
+        rows: Iterator[Any] = (row for file in inputs for row in rows_of(file, wanted))
         try:
-            for row in (row for file in inputs for row in rows_of(file, wanted)):
-                self._add(row, found)
+            for index, row in enumerate(rows):
+                number, self._num_rows = (row[NUMBER], 0) if NUMBER in names else (index, index + 1)
+                is_unused = {row.get(name) for name in COUNTS} == {1}
+                for name, (ids, roles) in found.items():
+                    if self._has_ids:
+                        # TRL's collator cuts what it feeds to the model; its data have all ids.
+                        prompt = np.array(row["prompt_ids"], np.int32)
+                        fed = np.array(row[ids], np.int32)[: max(0, max_length - len(prompt))]
+                        self._logps[completion_key(prompt.tobytes(), fed.tobytes())] = row[name]
+                    elif not is_unused:
+                        self._logps |= {(number, role): row[name] for role in roles}
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise BadDataError(f"{table}: {error!r:.200} in a row. Write it again.") from error
 
-    def _add(self, row: Any, found: list[str]) -> None:
-        number = row[NUMBER] if self._has_numbers else self._num_rows
-        self._num_rows = max(self._num_rows, number + 1)
-        is_unused = {row.get(name) for name in COUNTS} == {1}
-        for name in found:
-            if self._has_ids:
-                # TRL's collator cuts what it feeds to the model; its data have all ids.
-                prompt = np.array(row["prompt_ids"], np.int32)
-                fed = np.array(row[IDS[name]], np.int32)[: max(0, self._max_length - len(prompt))]
-                self._logps[completion_key(prompt.tobytes(), fed.tobytes())] = row[name]
-            elif not is_unused:
-                self._logps |= {(number, role): row[name] for role in COLUMNS[name]}
-
-    def find(self, rows: Rows, *, first_key: str = "", last_key: str = "") -> KnownScores:
+    def find(self, rows: Rows, **_: str) -> KnownScores:
         """The log-probs that the table has of these rows' completions."""
         numbers = rows.row[rows.row_of_completion].tolist()
         by_row: Iterator[Any] = zip(numbers, rows.roles.tolist(), strict=True)
@@ -104,8 +88,7 @@ class ImportedReference:
         Half of the sample are the longest rows, where truncation shows first.
         """
         sizes = np.array([len(repr(row)) for row in read_text_rows(job.inputs, job.shape)])
-        is_short = self._num_rows < len(sizes) and not self._has_numbers
-        if not self._has_ids and (len(job.inputs) > 1 or self._num_rows > len(sizes) or is_short):
+        if not self._has_ids and (len(job.inputs) > 1 or self._num_rows not in (0, len(sizes))):
             raise UsageError(
                 f"{self._table} has no token ids, so it needs one data file with as many rows: it "
                 f"has {self._num_rows:,}, and the data {len(sizes):,}."
@@ -121,10 +104,17 @@ class ImportedReference:
         if not len(at):
             raise FingerprintError(
                 f"{self._table} has none of {len(rows)} sampled rows. Compare its token ids with "
-                "`align check DATA --model DIR`: template, BOS, stop token, length."
+                "`align check DATA --model DIR`: template, BOS, stop token (tokens.eos), length."
             )
         own = offsets_of(np.bincount(rows.row_of_completion[at], minlength=len(rows)))
         rows = rows.with_columns(ref_logp=known.logps).gather(np.arange(len(rows)), at, own)
         dtype, sample = job.fingerprint["model.dtype"], [(self._table, rows)]
-        worst, num = score_again(sample, self.open(), dtype, FingerprintError, CAUSES)
+        try:
+            worst, num = score_again(sample, self.open(), dtype)
+        except CorruptionError as error:
+            raise FingerprintError(
+                f"{error} Usual causes: a mean over tokens, where losses need the sum; bfloat16 "
+                "(pass --dtype bfloat16); rows in another order; another template or stop token; "
+                "truncation (--max-length); other weights."
+            ) from error
         progress.log(f"{self._table}: {num} scored again: largest difference {worst:.2e} nats")

@@ -11,7 +11,7 @@ import numpy as np
 from ...schemas.cache import IMPORTED, FileEntry, Manifest, Shard
 from ...schemas.columns import Ragged
 from ...schemas.config import ModelOptions
-from ...schemas.errors import AlignError, CorruptionError, FingerprintError, differences
+from ...schemas.errors import CorruptionError, FingerprintError, differences
 from ...schemas.json_codec import digest
 from ...schemas.row_table import Rows
 from ...schemas.rows import Reference, Rescored, Role, Scorer, Tree
@@ -70,8 +70,7 @@ def verify(
             "Pass the right model with --model, or --rescore 0 to check only the digests."
         )
     dtype, sample = fields.get("model.dtype", "float32"), cache.sample_rows(manifest, rescore)
-    remedy = "The log-probs are not this reference's: make the cache again."
-    worst, count = score_again(sample, reference.open(), dtype, CorruptionError, remedy)
+    worst, count = score_again(sample, reference.open(), dtype)
     return f"{text}\n{count} completions scored again: largest difference {worst:.2e} nats"
 
 
@@ -106,11 +105,7 @@ def token_logps(rows: Rows, scorer: Scorer) -> Ragged:
 
 
 def score_again(
-    sample: Iterable[tuple[str, Rows]],
-    scorer: Scorer,
-    dtype: str,
-    error: type[AlignError],
-    remedy: str,
+    sample: Iterable[tuple[str, Rows]], scorer: Scorer, dtype: str
 ) -> tuple[float, int]:
     """Scores each completion by itself; the largest difference, and the number of completions."""
     worst, count = 0.0, 0
@@ -118,10 +113,10 @@ def score_again(
         again = Rescored.of(rows, token_logps(rows, scorer), dtype)
         if not again.is_same:
             at, row = again.worst, rows.row[rows.row_of_completion[again.worst]]
-            raise error(
+            raise CorruptionError(
                 f"{name}: the {Role(rows.roles[at]).name.lower()} completion of row {row} (of "
                 f"{rows.num_learned[at]} tokens) has log-prob {rows.logps[at]:.6f} there, but "
-                f"{again.logps[at]:.6f} now. {remedy}"
+                f"{again.logps[at]:.6f} now. It is not this reference's: make it again."
             )
         worst, count = max(worst, float(again.gaps.max())), count + len(again.gaps)
     return worst, count

@@ -9,6 +9,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTTrainer, unpair
 
 import align
 from align.stages.demo.preferences import draw_preferences, paired
+from support.command import success
 from support.training_world import ROWS
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -156,3 +157,15 @@ def test_a_second_reference_is_refused(training_world, pairs, given):
     settings = given(DPOConfig, pairs, **CACHED)
     with pytest.raises(align.AlignError, match="ref_model"):
         reference.trainer(DPOTrainer, ref_model=settings["model"], **settings)
+
+
+def test_log_probs_of_trl_become_a_cache(training_world, pairs, given, tmp_path):
+    trainer = KTOTrainer(**given(KTOConfig, unpair_preference_dataset(pairs), **CACHED))
+    trainer.train_dataset.save_to_disk(tmp_path / "trl")
+    table = DPOTrainer(**given(DPOConfig, pairs, **CACHED)).train_dataset
+    table.to_parquet(tmp_path / "trl.parquet")
+    for name in ("trl", "trl.parquet"):
+        words = (training_world.folder / "pairs.parquet", "--logps", tmp_path / name)
+        made = ("--model", training_world.model, "--output", tmp_path / f"from-{name}")
+        said = success("import-ref", *words, *made, "--kl-pairs", 0, "--no-mlflow").out
+        assert f"reused {2 * ROWS} of {2 * ROWS}" in said
