@@ -117,7 +117,7 @@ def _hub_errors(name: str) -> Iterator[None]:
         if isinstance(cause, HfHubHTTPError):
             status, said = cause.response.status_code, cause.server_message
             why = f"the Hub answers {status}{f', {said}' if said else ''}"
-            if status in (401, 403, 404):
+            if status in (401, 403, 404, 409):
                 raise UsageError(
                     f"{name}: {why}. Use a token that may write there, and a name of your own."
                 ) from error

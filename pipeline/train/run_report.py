@@ -29,6 +29,7 @@ from ...stages.storage.copies import manifest_folder
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.lines import read_lines
 from ...stages.storage.disk.locks import is_owned
+from ...stages.storage.locations import origin_of
 from ...stages.storage.run.checkpoints import read_checkpoint
 from ...stages.storage.run.run_folder import RunFolder, read_ending
 from ...stages.tracking.metrics_log import EVAL, prefix_of
@@ -406,7 +407,7 @@ def use_of_model(model: Path, named: str, reading: Mapping[str, str]) -> Iterato
         base = adapter["base_model_name_or_path"]
         if adapter["task_type"] == "SEQ_CLS" or not Path(base).is_dir():
             return
-        settings = {"model.path": base, "model.adapter": named}
+        settings = {"model.path": origin_of(base), "model.adapter": named}
     else:
         return
     yield f"next: align {command} {data} {as_flags({**settings, **reading}, command)}"

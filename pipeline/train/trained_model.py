@@ -127,9 +127,16 @@ def _card(run: Run, state: State, *, is_adapter: bool) -> str:
     """The model card: the model, method and rows, and their origins."""
     objective, manifest, policy = run.objective, run.manifest, public_name(run.begins_as.path)
     is_reward_model = objective.head == "score"
-    # Only a repository of the Hub is named, because the Hub reads the name as one of its own.
+    # Settings name the data only of a cache that was made with them.
+    is_own = run.config.train.cache in ("", run.config.cache.output)
+    data = [one for one in run.config.data.files if is_own and one.startswith("hf://")]
+    # The Hub reads both names as its own, so other models and data have none.
+    of_hub = {
+        "base_model": parse_hf_uri(policy).id if policy.startswith("hf://") else "",
+        "datasets": sorted({parse_hf_uri(one).id for one in data}),
+    }
     front = {
-        **({"base_model": parse_hf_uri(policy).id} if policy.startswith("hf://") else {}),
+        **{name: value for name, value in of_hub.items() if value},
         "library_name": "peft" if is_adapter else "transformers",
         **({"pipeline_tag": "text-classification"} if is_reward_model else {}),
         "tags": ["align", objective.name, "preference-alignment"],
@@ -176,6 +183,7 @@ def _card(run: Run, state: State, *, is_adapter: bool) -> str:
                 public_name(manifest.model), public_name(manifest.adapter)
             ),
             "reference weights": manifest.fingerprint["model.weights"],
+            **({"data": ", ".join(data)} if data else {}),
             "cache": public_name(str(run.cache.root)),
             "cache id": manifest.root,
             **(run.records.origins() or {"MLflow run": "none"}),

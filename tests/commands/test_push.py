@@ -66,7 +66,7 @@ def test_a_pushed_model_is_private_loads_and_names_no_path_of_this_machine(
     commit, files = end_of(hub)
     assert (hub.repos["you/tiny"].private, hub.messages[commit]) == (True, "the first")
     assert f"{hub.url}/you/tiny/commit/{commit}" in said
-    assert f"@{commit}" in said.splitlines()[1]
+    assert f"--model hf://you/tiny@{commit}" in said
     assert files.keys() == {path.name for path in (whole / "model").iterdir()} | {".gitattributes"}
     front = yaml.safe_load(files["README.md"].decode().split("---")[1])
     assert front["library_name"] == "transformers"
@@ -97,17 +97,30 @@ def test_a_second_push_adds_what_changed_and_removes_old_shards(hub, whole, tmp_
     assert not [one for one in hub.requests[sent:] if one.method == "PUT"]
 
 
-def test_an_adapter_is_pushed_without_the_folder_of_its_base(hub, course, tmp_path):
+def test_an_adapter_is_pushed_without_the_folder_of_its_base(hub, course, tmp_path, monkeypatch):
     run = tmp_path / "run"
     course.run(run, *SHORT, "--lora", "--set", "lora.rank=4")
     said = success("push", run, "you/tiny", "--public").out
-    _, files = end_of(hub)
+    commit, files = end_of(hub)
     assert not hub.repos["you/tiny"].private
-    assert f"--model {course.model} --adapter hf://" in said
+    assert f"--model {course.model} --adapter hf://you/tiny@{commit}" in said
     settings = json.loads(files["adapter_config.json"])
     assert (settings["base_model_name_or_path"], settings["r"]) == (course.model.parent.name, 4)
     assert not [name for name in files if str(course.folder).encode() in files[name]]
     assert "adapter_model.safetensors" in files
+
+    # A base of the Hub lies in the client's cache, and is named as on the Hub.
+    snapshot = tmp_path / "hub" / "models--acme--base" / "snapshots" / ("ab" * 20)
+    shutil.copytree(course.model, snapshot)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    config = run / "model" / "adapter_config.json"
+    config.write_text(json.dumps(settings | {"base_model_name_or_path": str(snapshot)}))
+    assert (
+        f"--model hf://acme/base@{'ab' * 20} " in success("push", run, "you/tiny", "--public").out
+    )
+    settings = json.loads(end_of(hub)[1]["adapter_config.json"])
+    found = (settings["base_model_name_or_path"], settings["revision"])
+    assert found == ("acme/base", "ab" * 20)
 
 
 def test_what_cannot_be_pushed_is_one_message_and_publishes_nothing(

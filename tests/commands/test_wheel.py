@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -15,8 +16,9 @@ import pytest
 import yaml
 
 from align import __version__
-from support.pages import links
+from support.pages import links, page, programs_under
 from support.rooms import ROOMS, ROOT
+from support.stub_hub import TOKEN, serving
 
 OUTSIDE = shutil.ignore_patterns(
     ".*", "build", "dist", "demo", "bench-results", "*.egg-info", "__pycache__", "mlruns", "tests"
@@ -125,6 +127,47 @@ def test_the_installed_wheel_runs_elsewhere(built, tmp_path):
     assert (tmp_path / "version").read_text().strip() == __version__
     assert (tmp_path / "where").read_text().strip() == str(site / "align" / "__init__.py")
     assert (tmp_path / "align.yaml").is_file()
+
+
+def test_the_script_of_the_hub_begins_empty_and_ends_with_a_private_model(
+    built, world, new_store, tmp_path
+):
+    """On a Hub on loopback, to which large files are sent by LFS; what align needs is here."""
+    (script,) = programs_under(page("docs/hub.md"), "All in one script")
+    needed = tmp_path / "needed"
+    needed.mkdir()
+    for installed in Path(sysconfig.get_path("purelib")).iterdir():
+        if FILE_NAME not in installed.name:
+            (needed / installed.name).symlink_to(installed)
+    with serving() as hub:
+        hub.repo("acme/tiny").commit_folder(world.model)
+        hub.repo("datasets/acme/prefs").commit({"train.parquet": world.data.paired.read_bytes()})
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        here = {
+            **{"PATH": path, "PYTHONPATH": str(needed), "PIP_NO_DEPS": "1"},
+            **{"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(built), "ALIGN_HOME": str(tmp_path)},
+            "MLFLOW_TRACKING_URI": new_store(tmp_path),
+        }
+        environment = os.environ | hub.environment(tmp_path / "hub", TOKEN) | here
+        program = ["bash", "-euc", script]
+        done = subprocess.run(
+            program, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+    assert done.returncode == 0, done.stderr
+    repo = hub.repos["you/tiny-kto"]
+    commit = repo.refs["main"]
+    assert repo.private
+    assert done.stdout.splitlines()[-1].endswith(f"--model hf://you/tiny-kto@{commit}")
+    files = repo.commits[commit]
+    front = yaml.safe_load(files["README.md"].decode().split("---")[1])
+    assert (front["base_model"], front["datasets"]) == ("acme/tiny", ["acme/prefs"])
+    assert not [name for name in files if str(tmp_path).encode() in files[name]]
+    # It imports torch, which the other tests of this file do without.
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() > 0
 
 
 @pytest.mark.parametrize(
