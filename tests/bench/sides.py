@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 VOCABULARY = 16_384
@@ -204,6 +205,7 @@ class Steps:
         self.began = time.perf_counter()
         self.started = 0.0
         self.ends = []
+        self.losses = []
 
     def begin(self, *_, **__):
         self.started = self.started or time.perf_counter()
@@ -287,8 +289,11 @@ def train_with_align(folder, method, steps, sets, **more):
         train(run, progress=steps)
 
 
-def train_with_trl(folder, method, steps, settings, *, model=None, **more):
-    """TRL's trainer over the pairs of a folder, by its defaults but for `settings`."""
+def train_with_trl(folder, method, steps, settings, *, model=None, reference=None, **more):
+    """TRL's trainer over the pairs of a folder, by its defaults but for `settings`.
+
+    `reference` is a `CachedReference`.
+    """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
@@ -298,6 +303,9 @@ def train_with_trl(folder, method, steps, settings, *, model=None, **more):
 
         def on_step_end(self, *_, **__):
             steps.advance()
+
+        def on_log(self, *_, logs, **__):
+            steps.losses += [logs["loss"]] if "loss" in logs else []
 
     with tempfile.TemporaryDirectory() as output:
         data = Dataset.from_parquet(str(folder / "pairs.parquet"), cache_dir=output)
@@ -311,7 +319,8 @@ def train_with_trl(folder, method, steps, settings, *, model=None, **more):
             report_to="none",
             **settings,
         )
-        trainer = trainer_class(
+        made = partial(reference.trainer, trainer_class) if reference else trainer_class
+        trainer = made(
             model=AutoModelForCausalLM.from_pretrained(folder / "model", **model or {}),
             args=arguments,
             train_dataset=data,
