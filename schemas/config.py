@@ -37,7 +37,6 @@ class ModelOptions:
             "has it, else eager"
         ),
     )
-    compile: bool = Field(default=False, description="compile the decoder layers by torch.compile")
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: cuda where there is one"
     )

@@ -54,7 +54,7 @@ OWN_WORDS = {
     "evaluate": {"train.eval_cache": "--cache"},
 }
 
-_COMPUTING = "model.attention model.compile model.allow_unused_weights"
+_COMPUTING = "model.attention model.allow_unused_weights"
 _TRACKING = "tracking.mlflow tracking.trackers"
 _RECORD = "tracking.uri tracking.experiment tracking.run_name"
 _TRAINING = "train lora method model.device tracking"
@@ -83,7 +83,7 @@ COMMANDS = {
     "check": ("model.path data tokens", ""),
     "verify": (
         "server.model",
-        "model.compile model.device model.device_map tokens.chat_template server",
+        "model.device model.device_map tokens.chat_template server",
     ),
     "sweep": (_TRAINING, f"{_COMPUTING} tokens cache.output"),
     "plan": (

@@ -202,7 +202,7 @@ def estimate(config: Config, facts: PlanFacts, work: Workload) -> Estimate:
     is_partitioned = stage_of(settings) == 3
     if train.recomputes:
         keeps = policy.recomputing
-    elif drops_cheap(device, compiles=config.model.compile, is_partitioned=is_partitioned):
+    elif drops_cheap(device, is_partitioned=is_partitioned):
         keeps = policy.dropping
     else:
         keeps = policy.keeping
@@ -442,7 +442,7 @@ def is_useful(
     known = flatten(config)
     preset, now = PRESETS.get(changes.get(ZERO, "")), PRESETS.get(config.train.deepspeed)
     offloaded = len(now.offloads) if now else 0
-    cannot_shard = config.lora.quantize != "none" or config.model.compile
+    cannot_shard = config.lora.quantize != "none"
     is_merged = "lora.enabled" in changes and config.lora.start == "merge"  # and has no base
     if is_merged or all(known[name] == value for name, value in changes.items()):
         return False

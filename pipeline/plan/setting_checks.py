@@ -141,18 +141,6 @@ def require_quantizable(train: TrainOptions, lora: LoraOptions, zero_stage: int)
         )
 
 
-def require_compilable(config: Config, zero_stage: int) -> None:
-    """Refuses compiled layers that gather weights, or draw random masks, inside."""
-    train, is_packed = config.train, config.lora.quantize != "none"
-    if config.model.compile and (
-        zero_stage == 3 or is_packed or train.dropout or train.router_loss
-    ):
-        raise UsageError(
-            "model.compile is on, but layers cannot be compiled under ZeRO-3, in 4 bits, with "
-            "train.dropout or with train.router_loss. Set model.compile to false."
-        )
-
-
 def learning_rate_note(train: TrainOptions, lora: LoraOptions) -> str:
     """A note if the learning rate of LoRA is one for full training; else empty."""
     if not (lora.enabled and 0 < train.lr <= 1e-5):

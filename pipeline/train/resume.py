@@ -266,8 +266,6 @@ def made_with(run: Run) -> dict[str, str]:
     on_gpu = run.policy.device.type == "cuda"
     device = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} threads"
     found = {"align": __version__, **versions(), "device": device}
-    if run.config.model.compile:
-        found["layers"] = "compiled"
     if run.config.lora.enabled:
         found["peft"] = version("peft")
     path = run.policy.path

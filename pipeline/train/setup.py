@@ -40,7 +40,6 @@ from ..plan.cache_checks import (
     require_same_text,
 )
 from ..plan.setting_checks import (
-    require_compilable,
     require_effect,
     require_margins,
     require_quantizable,
@@ -157,7 +156,6 @@ def check(settings: Settings, callbacks: Iterable[Callback] = ()) -> Run:
     policy = _policy_options(config, manifest, adapter)
     stage = zero_stage(train, policy)
     require_quantizable(train, config.lora, stage)
-    require_compilable(config, stage)
     held_out = checked_caches(objective, train, cache)
     train = replace(train, best=best_of_sets(train.best, [*held_out]))
     read_spec = read_spec_of(objective, train, policy.path)

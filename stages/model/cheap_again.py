@@ -22,12 +22,12 @@ from torch.overrides import TorchFunctionMode
 ATTENTION = {"ScaledDotProductFlashAttentionForCpuBackward0", "KeptAttentionBackward"}
 
 
-def drops_cheap(device: str, *, compiles: bool, is_partitioned: bool) -> bool:
+def drops_cheap(device: str, *, is_partitioned: bool) -> bool:
     """Whether a policy without gradient checkpointing drops cheap activations.
 
     Under ZeRO-3 the hooks would keep gathered weights; on a GPU the gain was not measured.
     """
-    return device == "cpu" and not compiles and not is_partitioned
+    return device == "cpu" and not is_partitioned
 
 
 @contextmanager

@@ -168,17 +168,14 @@ def attend_by_flex(
             "FlexAttention has no dropout, but the model's attention has. Set train.dropout to "
             "false, or model.attention to sdpa."
         )
-    is_compiling = torch.compiler.is_compiling()  # the kernel is compiled with its layer
-    on_gpu = query.device.type == "cuda"
-    attend: Any = compiled_flex_attention() if on_gpu and not is_compiling else flex_attention
-    capped = _capped if is_compiling else _kept_capped
+    attend: Any = compiled_flex_attention() if query.device.type == "cuda" else flex_attention
     sinks = options.get("s_aux")
     sums_too = {} if sinks is None else {"return_aux": AuxRequest(lse=True)}
     output = attend(
         query,
         key,
         value,
-        score_mod=capped(options.get("softcap"), query.device),
+        score_mod=_capped(options.get("softcap"), query.device),
         block_mask=masks[window],
         scale=options.get("scaling"),
         enable_gqa=query.shape[1] != key.shape[1],
@@ -193,16 +190,12 @@ def attend_by_flex(
 
 
 @cache
-def _kept_capped(softcap: float | None, device: torch.device) -> Callable[..., Tensor] | None:
-    with torch.inference_mode(False):  # the tensor outlives this pass
-        return _capped(softcap, device)
-
-
 def _capped(softcap: float | None, device: torch.device) -> Callable[..., Tensor] | None:
     if softcap is None:
         return None
     # A tensor, because torch would compile the kernel again for each plain number.
-    cap = torch.full((), softcap, dtype=torch.float32, device=device)
+    with torch.inference_mode(False):  # it outlives this pass
+        cap = torch.full((), softcap, dtype=torch.float32, device=device)
 
     def capped(score: Tensor, *_: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)

@@ -18,7 +18,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, combinations
 from typing import Any, TypeAlias
 
@@ -27,10 +27,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ...schemas.config import ModelOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
-from .flex_attention import why_no_flex
 from .fused_head import output_head
 from .library_errors import is_out_of_memory
 from .logprobs import (
@@ -78,33 +76,14 @@ Agree: TypeAlias = Callable[[bool], bool]  # whether a value is true on every ra
 Measured: TypeAlias = tuple[Sequence[ScoringPath], Callable[[ScoringPath], float], float]
 
 
-@dataclass(frozen=True)
-class PathOptions:
-    """The allowed ways to score a model."""
-
-    no_flex: str = ""  # why FlexAttention may not be used; empty: it may
-    compile: bool = False  # compile the decoder layers
-
-    @staticmethod
-    def of(model: ModelOptions, config: Any = None) -> PathOptions:
-        """The options from a model's settings; `config` is given if it trains with dropout."""
-        return PathOptions(why_no_flex(model.attention, config), model.compile)
-
-
-ANY_PATH = PathOptions()
-
-
 def choose_path(
-    model: nn.Module,
-    agree: Agree = bool,
-    options: PathOptions = ANY_PATH,
-    *,
-    learns: bool = True,
+    model: nn.Module, agree: Agree = bool, no_flex: str = "", *, learns: bool = True
 ) -> ScoringPath:
     """The fastest path that agrees with the model's own numbers on seeded rows.
 
     Ranks that share a model try the same paths, and a path must agree on all of them. The log
-    gives the reasons against faster paths. A model that learns runs no prompt apart.
+    gives the reasons against faster paths; `no_flex` is one against FlexAttention. A model that
+    learns runs no prompt apart.
     """
     inner: Any = causal_model(model)
     trees = probe_trees(inner.config)
@@ -120,9 +99,9 @@ def choose_path(
     refused: list[str] = []
     found = _scores_of(model, trees) if scores else _logps_of(model, trees, agree, refused)
     paths, difference, allowed = found
-    for path in paths_for(paths, model, compiles=options.compile, learns=learns):
+    for path in paths_for(paths, model, learns=learns):
         off = math.inf
-        why = options.no_flex if path.layout == "flex" else ""
+        why = no_flex if path.layout == "flex" else ""
         if not why:
             try:
                 off = difference(path)
@@ -228,24 +207,18 @@ def _own_score(model: Any, tree: Tree) -> Tensor:
     return scores.float()
 
 
-def paths_for(
-    paths: Sequence[ScoringPath], model: nn.Module, *, compiles: bool, learns: bool
-) -> list[ScoringPath]:
+def paths_for(paths: Sequence[ScoringPath], model: nn.Module, *, learns: bool) -> list[ScoringPath]:
     """The paths worth trying: packing only on a CPU, FlexAttention only on one GPU."""
     inner, on_cpu = causal_model(model), input_device(model).type == "cpu"
     # The mask of FlexAttention holds tables, which would not follow it to another device.
     on_one_gpu = input_device(model).type == "cuda" and len(set(gpus_of(inner))) < 2
     has_mixers = bool(mixers_of(inner))
-    # A compiler would need the lengths of segments and of rows in each batch.
-    takes_mixers = not (compiles and has_mixers)
     tried = {
-        "flex": on_one_gpu and takes_mixers,
-        "packed": on_cpu and own_attention(inner) == "sdpa" and not compiles,
-        "tree": takes_mixers,
-        "once": not compiles and not learns,
-        "plain": True,
+        "flex": on_one_gpu,
+        "packed": on_cpu and own_attention(inner) == "sdpa",
+        "once": not learns,
     }
-    found = [path for path in paths if tried[path.layout]]
+    found = [path for path in paths if tried.get(path.layout, True)]
     # In trees, the rows of mixers repeat the prompt.
     return sorted(found, key=lambda path: has_mixers and path.layout != "once")
 
@@ -299,7 +272,7 @@ def explaining_compile_errors() -> Iterator[None]:
             raise
         raise UsageError(
             f"torch's compiler failed ({_reason(error)}). Start again with --set "
-            "model.compile=false, or --set model.attention=sdpa if FlexAttention fails."
+            "model.attention=sdpa, which does without FlexAttention."
         ) from error
 
 

@@ -24,6 +24,7 @@ from ...schemas.rows import Tree
 from ...schemas.train_options import LoraOptions, TrainOptions
 from .adapters import add_lora, merged, with_adapter
 from .cheap_again import cheap_computed_again, drops_cheap
+from .flex_attention import why_no_flex
 from .fused_head import call_head_for_logps, output_head
 from .library_errors import as_usage_error
 from .load import load_in_4_bits, load_model, text_config
@@ -37,11 +38,9 @@ from .logprobs import (
     require_known_ids,
 )
 from .mixer_rows import gather_around_mixers
-from .path_search import ANY_PATH, Agree, PathOptions, choose_path, explaining_compile_errors
+from .path_search import Agree, choose_path, explaining_compile_errors
 from .transformers_compat import (
     beside_text,
-    compile_layers,
-    is_compiled,
     is_reward_model,
     quiet,
     recompute_activations,
@@ -88,9 +87,9 @@ def load_policy(
     else:
         loaded = merged(load(options))
     loaded = prepare_for_training(loaded, train, lora, adapter)
-    paths = PathOptions.of(options, causal_model(loaded).config)
+    no_flex = why_no_flex(options.attention, causal_model(loaded).config)
     policy = Policy(
-        loaded, head=head, collision_logps=collision_logps, balanced=balanced, paths=paths
+        loaded, head=head, collision_logps=collision_logps, balanced=balanced, no_flex=no_flex
     )
     # Training starts from the value head that was saved with the model, if there is one.
     if policy.value_head and (file := stored_value_head(model)):
@@ -147,18 +146,19 @@ class Policy(nn.Module):
         head: Head = "none",
         collision_logps: bool = False,
         balanced: bool = False,
-        paths: PathOptions = ANY_PATH,
+        no_flex: str = "",
     ) -> None:
-        """`balanced`: whether the sums of a mixture's routers are an output."""
+        """`balanced`: whether the sums of a mixture's routers are an output.
+
+        `no_flex`: why FlexAttention may not be used; empty: it may.
+        """
         super().__init__()
         self.model = model
         # Read once: under ZeRO-3 an open engine would gather the accessed weight.
         self.device = input_device(model)
         self.is_sharded = any(hasattr(one, "ds_id") for one in model.parameters())
-        self._paths = paths
+        self._no_flex = no_flex
         self._recomputes = False
-        if paths.compile:
-            compile_layers(causal_model(model))
         self._routers = None
         if balanced:
             from .router_watch import RouterWatch  # noqa: PLC0415 - as above
@@ -188,7 +188,7 @@ class Policy(nn.Module):
         if self.is_sharded and not is_reward_model(inner) and output_head(inner):
             call_head_for_logps(inner)
         with torch.no_grad():
-            self.path: ScoringPath = choose_path(self.model.eval(), agree, self._paths)
+            self.path: ScoringPath = choose_path(self.model.eval(), agree, self._no_flex)
         if self.path.head == "fused":
             call_head_for_logps(inner)
         self.train()
@@ -213,7 +213,6 @@ class Policy(nn.Module):
         drops = torch.is_grad_enabled() and not self._recomputes
         drops = drops and drops_cheap(
             self.device.type,
-            compiles=is_compiled(causal_model(self.model)),
             is_partitioned=any(hasattr(one, "ds_id") for one in self.model.parameters()),
         )
         with (

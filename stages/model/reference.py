@@ -19,14 +19,15 @@ from ...schemas.errors import UsageError
 from ...schemas.file_version import Remember, digest_anew
 from ...schemas.rows import OutOfMemory, Tree
 from .copies import on_host
+from .flex_attention import why_no_flex
 from .fused_head import HEAD_VERSION
 from .library_errors import is_out_of_memory
 from .load import Resolved, load_causal_lm, resolve, unused_weights
-from .logprobs import causal_model, input_device, require_known_ids, tree_logps, tree_scores
+from .logprobs import input_device, require_known_ids, tree_logps, tree_scores
 from .model_folder import UNUSED_WEIGHTS, ModelFiles, model_identity, require_adapter
-from .path_search import ANY_PATH, PathOptions, choose_path, explaining_compile_errors
+from .path_search import choose_path, explaining_compile_errors
 from .reward_model import architecture, load_reward_model
-from .transformers_compat import SCORES, compile_layers
+from .transformers_compat import SCORES
 
 SCORE_VERSION = "score-1 float32"
 
@@ -78,7 +79,7 @@ class HfReference:
 
     def open(self) -> TreeScorer:
         """A scorer with the weights loaded, with the path that the probe chose."""
-        return TreeScorer(self.load(), self._files, PathOptions.of(self.options))
+        return TreeScorer(self.load(), self._files, why_no_flex(self.options.attention))
 
     def load(self) -> nn.Module:
         """The loaded model; refuses files that changed after they were digested."""
@@ -131,16 +132,13 @@ class TreeScorer:
     """A loaded model that scores trees with the path that the probe chose."""
 
     def __init__(
-        self, model: nn.Module, files: ModelFiles | None = None, options: PathOptions = ANY_PATH
+        self, model: nn.Module, files: ModelFiles | None = None, no_flex: str = ""
     ) -> None:
         """`files`: the model's files, which are compared after each batch."""
         self.model = model
-        self.options = options
         self._files = files
         with torch.inference_mode():
-            self.path = choose_path(model, options=options, learns=False)
-        if options.compile:
-            compile_layers(causal_model(model))
+            self.path = choose_path(model, no_flex=no_flex, learns=False)
 
     @property
     def pads(self) -> bool:
@@ -148,10 +146,8 @@ class TreeScorer:
         return not self.path.packs and self.path.layout != "once"
 
     def describe(self) -> Mapping[str, str]:
-        """The layout, head and layers that the probe chose, and on a CPU the number of threads."""
+        """The layout and head that the probe chose, and on a CPU the number of threads."""
         path: dict[str, str] = {"layout": self.path.layout, "head": self.path.head}
-        if self.options.compile:
-            path["layers"] = "compiled"
         on_cpu = input_device(self.model).type == "cpu"
         return {**path, "threads": str(torch.get_num_threads())} if on_cpu else path
 

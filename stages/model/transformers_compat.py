@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import utils
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...schemas.errors import UsageError
 
@@ -187,36 +186,11 @@ def shorten_chunks(model: Any) -> None:
             module.chunk_size = min(module.chunk_size, TORCH_CHUNK)
 
 
-def decoder_layers(model: Any) -> list[nn.Module]:
-    """The layers of a model's text decoder, in order; perhaps none."""
-    lists = (one for one in model.get_decoder().modules() if isinstance(one, nn.ModuleList))
-    kind = GradientCheckpointingLayer
-    found = (layers for layers in lists if all(isinstance(layer, kind) for layer in layers))
-    return list(next((layers for layers in found if len(layers)), ()))
-
-
 def allow_compilations() -> None:
     """Raises torch's limits on compilations of one function."""
     limits: Any = torch.compiler.config
     for name in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(limits, name, max(getattr(limits, name), COMPILATIONS))
-
-
-def compile_layers(model: Any, compiler: str = "inductor") -> None:
-    """Compiles each decoder layer in place for inputs of any length; `compiler` is torch's name."""
-    allow_compilations()
-    layers = decoder_layers(model)
-    if not layers:
-        raise UsageError(
-            f"model.compile: {type(model).__name__} has no decoder layers here. Set it to false."
-        )
-    for layer in layers:
-        layer.compile(dynamic=True, backend=compiler)
-
-
-def is_compiled(model: Any) -> bool:
-    """Whether the layers run compiled code."""
-    return any(layer._compiled_call_impl is not None for layer in decoder_layers(model))
 
 
 def is_composite(model: Any) -> bool:

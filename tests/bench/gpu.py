@@ -84,7 +84,7 @@ def shape_of(part):
 
 def without_gpu(given):
     """Settings without what only a GPU can do, or does fast."""
-    slow = (*COMPILED, *IN_BFLOAT16, *OFFLOADED)
+    slow = (*IN_BFLOAT16, *OFFLOADED)
     return [one for one in given if one not in slow] if isinstance(given, tuple) else given
 
 
@@ -277,9 +277,10 @@ def learned_unsaved(folder, method, records, sets, flags):
         identify(run, world)
         session = session_of(run, world)
         through(session, recorded=records)
-    layout, config = session.policy.path.layout, session.config
-    policy = {"recomputed": config.train.recomputes, "compiled": config.model.compile}
-    return policy | {"layout": layout}
+    return {
+        "recomputed": session.config.train.recomputes,
+        "layout": session.policy.path.layout,
+    }
 
 
 def unsaved(folder, method, sets, flags, needs_gib=0, needs_host_gib=0):
@@ -419,7 +420,6 @@ def waits_pretended(folder):
 
 KEPT = ("train.gradient_checkpointing=false", "train.tokens_per_batch=4096")
 RECOMPUTED = ("train.gradient_checkpointing=true",)
-COMPILED, PLAIN = ("model.compile=true",), ("model.compile=false",)
 IN_BFLOAT16 = ("train.deepspeed=zero2", "train.optimizer_dtype=bfloat16", "train.beta2=0.95")
 OFFLOADED = ("train.deepspeed=zero2-offload",)
 LORA = {"lora.enabled": True}
@@ -430,8 +430,7 @@ TRL_TUNED = TRL_PRECOMPUTED | {"cudnn": False}
 PARTS = {
     "large/stage1": (stage_one, "large"),
     "large/dpo/recomputed": (with_align, "dpo", RECOMPUTED, LORA),
-    "large/dpo/kept": (with_align, "dpo", (*KEPT, *PLAIN), LORA),
-    "large/dpo/kept_compiled": (with_align, "dpo", (*KEPT, *COMPILED), LORA),
+    "large/dpo/kept": (with_align, "dpo", KEPT, LORA),
     "large/dpo/profile": (profile, "dpo", KEPT, LORA),
     "large/dpo/trl": (with_trl, "dpo", {}, True),
     "full/dpo/bfloat16": (unsaved, "dpo", (*RECOMPUTED, *IN_BFLOAT16), {}, 105),

@@ -179,7 +179,7 @@ MISTAKES = {
     "cache:\n  shards: true\n": ("cache.shards", "True"),
     "cache:\n  shards: 1_000\n": ("cache.shards", "'1_000'"),
     "cache:\n  shards: 1:30\n": ("cache.shards", "'1:30'"),
-    "model:\n  compile: on\n": ("model.compile", "'on'"),
+    "lora:\n  enabled: on\n": ("lora.enabled", "'on'"),
     "train:\n  lr: true\n": ("train.lr", "True"),
     "train:\n  gradient_checkpointing: yes\n": ("train.gradient_checkpointing", "'yes'"),
     "data:\n  files: [a, 1]\n": ("data.files[1]", "1"),

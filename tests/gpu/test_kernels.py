@@ -1,17 +1,14 @@
 """Kernels that only a GPU has, beside what a CPU, padded trees or plain layers compute."""
 
-from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from align.schemas.config import ModelOptions
 from align.schemas.rows import Tree
 from align.stages.model.keyed_noise import stream_of, uniforms
-from align.stages.model.path_search import PathOptions
 from align.stages.model.policy import Policy, turn_dropout_off
 from align.stages.model.reference import HfReference
 from align.stages.train.step import partial_router_loss
@@ -79,35 +76,6 @@ def test_flex_attention_computes_what_padded_trees_do(device, family, dtype):
         logps, *gradients = learned(policy, trees)
         seen.append((logps, torch.cat(gradients)))
     require_near(*seen, ALLOWED[dtype])
-
-
-@pytest.fixture
-def compiled():
-    """Counts what is compiled, which is forgotten before and after."""
-    torch.compiler.reset()
-    counters.clear()
-    yield counters
-    torch.compiler.reset()
-    counters.clear()
-
-
-@pytest.mark.parametrize("dtype", ALLOWED)
-@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral with a window"])
-def test_layers_are_compiled_once_for_every_length(device, compiled, family, dtype):
-    model = drawn_model(family, device, dtype)
-    own, policy = Policy(deepcopy(model)), Policy(model, paths=PathOptions(compile=True))
-    graphs = []
-    for seed in range(3):
-        trees = drawn_trees(seed, tokens=1200 + 700 * seed, longest=300)
-        with torch.no_grad():
-            policy.eval()(trees)
-        for one in (policy, own):
-            one.train()
-        require_near(learned(policy, trees), learned(own, trees), ALLOWED[dtype])
-        # With the kernels of FlexAttention and of the head, which `own` compiles by themselves.
-        graphs.append(compiled["stats"]["unique_graphs"])
-    assert graphs[0] == graphs[-1]
-    assert not compiled["graph_break"]
 
 
 def routed(name, device, dtype):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo import register_backend
 
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
@@ -21,7 +22,7 @@ from align.stages.model.flex_attention import (
     why_no_flex,
 )
 from align.stages.model.logprobs import own_attention
-from align.stages.model.path_search import PATHS, PathOptions
+from align.stages.model.path_search import PATHS
 from align.stages.model.policy import Policy, load_policy
 from align.stages.model.reference import TreeScorer
 from align.stages.model.tree_attention import tree_batch, tree_mask
@@ -125,7 +126,7 @@ def test_where_it_serves_it_is_chosen_and_else_a_model_is_scored_as_before(
     model = tiny_model(*TREE_FAMILIES[name]).requires_grad_(False)
     caplog.set_level("INFO")
     before = own_attention(model)
-    scorer = TreeScorer(model, options=PathOptions(why_no_flex(attention)))
+    scorer = TreeScorer(model, no_flex=why_no_flex(attention))
     # The attention of GPT-J cannot be replaced.
     assert scorer.pads == (name == "gptj" or attention != "auto")
     assert scorer.path.layout == scorer.describe()["layout"] == ("tree" if scorer.pads else "flex")
@@ -177,3 +178,19 @@ def test_it_is_compiled_once_for_batches_of_every_length(monkeypatch):
         assert np.isfinite(scorer.score(trees)).all()
     assert len(lengths) == 2
     assert len(graphs) == 1
+
+
+@register_backend
+def without_tools(_graph, _inputs):
+    raise RuntimeError("there is no C++ compiler here")
+
+
+def test_a_compiler_that_fails_is_told_with_the_way_out():
+    policy = Policy(tiny_model(*TREE_FAMILIES["llama"]))
+    policy.path = replace(policy.path, layout="tree")
+    for layer in policy.model.model.layers:
+        layer.compile(backend="without_tools")
+    torch.compiler.reset()
+    with torch.no_grad(), refuses(UsageError, "C++ compiler", "model.attention=sdpa"):
+        policy(mixed_trees())
+    torch.compiler.reset()
