@@ -20,7 +20,6 @@ MAX_POINTS = 400  # points of a drawn line; longer curves are thinned
 MARKED = 30  # a line with at most this many points has a mark on each
 SMOOTHED = 60  # a noisy curve with at least this many points gets a moving mean
 NOISY = 4  # a curve is noisy if its total variation is this many times its range
-LOG_FROM = 1000  # the axis is logarithmic if max / min is at least this
 BINS = 28
 LARGEST = 1e300  # larger values are left out, because their differences overflow
 
@@ -35,14 +34,7 @@ class Series:
     form: Literal["line", "dots", "cloud", "ring"] = "line"  # dots: a dashed line with marks
 
 
-def chart(
-    title: str,
-    series: Sequence[Series],
-    *,
-    x_label: str,
-    y_label: str = "",
-    may_be_log: bool = False,
-) -> str:
+def chart(title: str, series: Sequence[Series], *, x_label: str, y_label: str = "") -> str:
     """A figure with these series; empty if none has a finite point."""
     drawable = {
         number: [point for point in one.points if all(abs(value) < LARGEST for value in point)]
@@ -52,7 +44,11 @@ def chart(
     if not every:
         return ""
     steps, values = zip(*every, strict=True)
-    x, y = _x_axis(steps), _y_axis(values, may_be_log=may_be_log)
+    low, high = min(steps), max(steps)
+    margin = 1 if low == high else 0
+    is_whole = all(step == int(step) for step in steps)
+    x = Axis(low - margin, high + margin, LEFT, WIDTH - RIGHT, is_whole=is_whole)
+    y = Axis(*_widened(min(values), max(values)), HEIGHT - BOTTOM, TOP)
     keys = dict[str, str]()  # name in the legend -> CSS classes
     shapes = list[str]()
     windows = set[int]()
@@ -61,7 +57,7 @@ def chart(
         if not points:
             continue
         keys.setdefault(one.name, f"{one.color} {one.form}")
-        smooth, window = _smoothed(points, y) if one.form == "line" else (points, 0)
+        smooth, window = _smoothed(points) if one.form == "line" else (points, 0)
         if window:
             windows.add(window)
             shapes.append(_polyline(f"{one.color} faint", _thinned(points), x, y))
@@ -74,10 +70,7 @@ def chart(
                     f'<circle class="{one.color} {one.form}" cx="{x(step):.1f}" '
                     f'cy="{y(value):.1f}" r="3"><title>{tip}</title></circle>'
                 )
-    notes = ["log axis"] if y.is_log else []
-    if windows:
-        mean = "geometric mean" if y.is_log else "mean"
-        notes.append(f"{mean} of {' or '.join(map(str, sorted(windows)))} lines")
+    notes = [f"mean of {' or '.join(map(str, sorted(windows)))} lines"] if windows else []
     return _figure(title, keys, notes, [_axes(x, y, x_label, y_label), *shapes])
 
 
@@ -125,56 +118,21 @@ class Axis:
     high: float
     start: float
     end: float
-    is_log: bool = False
     is_whole: bool = False  # whether ticks are whole numbers, as for steps
 
     def __call__(self, value: float) -> float:
         """The pixel of a value."""
-        low, high, at = self.height(self.low), self.height(self.high), self.height(value)
-        return self.start + (self.end - self.start) * (at - low) / (high - low)
-
-    def height(self, value: float) -> float:
-        """The value, or its logarithm on a log axis."""
-        return math.log10(value) if self.is_log else value
+        share = (value - self.low) / (self.high - self.low)
+        return self.start + (self.end - self.start) * share
 
     def ticks(self) -> list[tuple[float, str]]:
         """A few round numbers with distinct labels."""
-        if self.is_log:
-            first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
-            powers = range(first, last + 1, 1 + (last - first) // 6)
-            return [(10.0**one, f"{10.0**one:g}" if -4 < one < 5 else f"1e{one}") for one in powers]
         rough = max((self.high - self.low) / 5, self.is_whole)
         unit = 10.0 ** math.floor(math.log10(rough))
         step = next(size * unit for size in (1, 2, 5, 10) if size * unit >= rough)
-        power = math.floor(math.log10(step) + 1e-9)
-        ticks = []
-        for index in range(math.ceil(self.low / step), math.floor(self.high / step) + 1):
-            tick = float(f"{index * step:.12g}")
-            label = f"{tick:,.{max(0, -power)}f}"
-            if tick == 0:
-                label = "0"
-            elif power < -5 or abs(tick) >= 1e6:
-                digits = max(0, math.floor(math.log10(abs(tick)) + 1e-9) - power)
-                mantissa, _, exponent = f"{tick:.{digits}e}".partition("e")
-                label = f"{mantissa}e{int(exponent)}"
-            ticks.append((tick, label))
-        return ticks
-
-
-def _x_axis(values: Sequence[float]) -> Axis:
-    low, high = min(values), max(values)
-    margin = 1 if low == high else 0
-    is_whole = all(value == int(value) for value in values)
-    return Axis(low - margin, high + margin, LEFT, WIDTH - RIGHT, is_whole=is_whole)
-
-
-def _y_axis(values: Sequence[float], *, may_be_log: bool) -> Axis:
-    """The vertical axis; logarithmic if allowed and the values span several powers of ten."""
-    low, high = min(values), max(values)
-    is_log = may_be_log and low > 0 and high / low >= LOG_FROM
-    margin = (high / low) ** 0.05 if is_log else 1
-    low, high = (low / margin, high * margin) if is_log else _widened(low, high)
-    return Axis(low, high, HEIGHT - BOTTOM, TOP, is_log=is_log)
+        first, last = math.ceil(self.low / step), math.floor(self.high / step)
+        labels = (f"{index * step:,.12g}" for index in range(first, last + 1))
+        return [(float(label.replace(",", "")), label) for label in labels]
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
@@ -186,17 +144,16 @@ def _widened(low: float, high: float) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _smoothed(points: Sequence[Point], y: Axis) -> tuple[Sequence[Point], int]:
+def _smoothed(points: Sequence[Point]) -> tuple[Sequence[Point], int]:
     """The centered moving mean of a noisy curve and its window; a smooth curve has window 0."""
-    heights = np.array([y.height(value) for _, value in points])
+    heights = np.array([value for _, value in points])
     if len(points) < SMOOTHED or np.abs(np.diff(heights)).sum() <= NOISY * np.ptp(heights):
         return points, 0
     window = max(5, len(points) // 20 | 1)
     # A convolution, because a running sum would lose all digits after a single huge value.
     ones = np.ones(window)
     means = np.convolve(heights, ones, "same") / np.convolve(np.ones(len(heights)), ones, "same")
-    values = 10.0**means if y.is_log else means
-    return [(x, value) for (x, _), value in zip(points, values.tolist(), strict=True)], window
+    return [(x, value) for (x, _), value in zip(points, means.tolist(), strict=True)], window
 
 
 def _thinned(points: Sequence[Point]) -> Sequence[Point]:

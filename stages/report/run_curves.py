@@ -30,7 +30,6 @@ SPEED = {
 }
 LEFT_OUT = {"epoch", "tokens", "speed/rows_per_second", "step_applied"}
 COLORS = 8  # of the page
-LINEAR = {"lr", "padding", "rewards/accuracies", "rewards/ties"}  # never on a log axis
 
 
 def further(*curves: Curves) -> dict[str, Sequence[str]]:
@@ -69,8 +68,7 @@ def curves_of(
                     step = best_first(values, best)[0]
                     mark = f"best: {plain(values[step])} at step {step:,}"
                     series.append(Series(mark, [(step, values[step])], color, form="ring"))
-        is_linear = not LINEAR.isdisjoint(there)
-        figures.append(chart(title, series, x_label="step", may_be_log=not is_linear))
+        figures.append(chart(title, series, x_label="step"))
     return "".join(figures)
 
 
