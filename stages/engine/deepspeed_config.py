@@ -189,20 +189,12 @@ def _read(name: str) -> dict[str, Any]:
             f"{hint}"
         )
     try:
-        config = json.loads(path.read_bytes(), object_pairs_hook=_once)
+        config = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not readable as JSON ({error}). Correct the file.") from error
     if not isinstance(config, dict):
         raise UsageError(f"{path}: must hold one JSON object.")
     return config
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; refuses repeated names, of which JSON readers silently use the last."""
-    names = [name for name, _ in pairs]
-    if twice := next((name for name in names if names.count(name) > 1), ""):
-        raise ValueError(f"{twice!r} is repeated")
-    return dict(pairs)
 
 
 AUTO = "auto"
@@ -306,8 +298,6 @@ def _require_sound(config: dict[str, Any], source: str) -> None:
     for key in BLOCKS:
         if not isinstance(_at(config, key), dict | None):
             raise UsageError(f"{source}: {key} must be an object.")
-    if all(_at(config, f"{name}.enabled") is True for name in ("bf16", "fp16")):
-        raise UsageError(f"{source}: bf16 and fp16 are both enabled; leave one of them.")
     stage = stage_of(config)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise UsageError(f"{source}: zero_optimization.stage is {stage!r:.60}. Use 0, 1, 2 or 3.")

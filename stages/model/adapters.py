@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...schemas.errors import UsageError, closest, did_you_mean
+from ...schemas.errors import UsageError
 from ...schemas.train_options import LoraOptions
 from .library_errors import as_usage_error, in_short
 from .model_folder import adapter_tensors, require_adapter
@@ -64,7 +64,7 @@ def add_lora(model: Any, options: LoraOptions, seed: int) -> nn.Module:
         lora_dropout=options.dropout,
         **_named_targets(model, options.targets),
     )
-    instead = _instead_of(options.targets, model)
+    instead = f" Its linear layers are {', '.join(_linear_layers(model))}."
     layer = model.get_output_embeddings()
     head = next((name for name, module in model.named_modules() if module is layer), "")
     dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
@@ -151,18 +151,6 @@ def _require_read(adapted: Any) -> None:
             f"lora.targets: the kernel of {ignored[0]} reads its weight alone, so no adapter of it "
             "can be trained. Leave the layer out; for a saved adapter, pass --lora-start merge."
         )
-
-
-def _instead_of(targets: Sequence[str], model: Any) -> str:
-    """For targets that the model lacks, the closest linear layers, or all if none is close."""
-    named = (*model.named_modules(), *model.named_parameters())
-    known = [name for name, _ in named]
-    unknown = [one for one in targets if not _is_end(one, known)]
-    if not unknown:
-        return ""
-    layers = _linear_layers(model)
-    near = [name for one in unknown for name in closest(one.rpartition(".")[2], layers)]
-    return did_you_mean(dict.fromkeys(near)) or f" Its linear layers are {', '.join(layers)}."
 
 
 def _require_all_adapted(adapted: Any, targets: Sequence[str], instead: str) -> None:
