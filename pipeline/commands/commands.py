@@ -47,9 +47,9 @@ def command(panel: str, example: str) -> Callable[..., Any]:
     return add
 
 
-def argument(meaning: str, default: Any = ...) -> Any:
+def argument(meaning: str, default: Any = ..., **more: Any) -> Any:
     """A positional argument; required unless it has a default."""
-    return typer.Argument(default, help=meaning)
+    return typer.Argument(default, help=meaning, **more)
 
 
 def option(meaning: str, default: Any = None, *words: str, **more: Any) -> Any:
@@ -246,7 +246,7 @@ def verify(
     model: Model = None,
     rescore: int = option("Number of rows to score again; 0: none.", 16, min=0),
     server: str = option("Address of a server to compare with the model, on these rows.", ""),
-    adapter: str = option("With --server: the model's adapter.", ""),
+    adapter: str = option("With --server: the model's adapter.", "", callback=_model),
 ) -> None:
     """Check every digest of a cache, and score a sample of its rows again, or by a server."""
     from ...stages.model.reference import HfReference
@@ -521,7 +521,7 @@ def report(
 @command("Look", "align evaluate align-run --cache other-cache")
 def evaluate(
     context: typer.Context,
-    model: str = argument("Folder of a finished run, or of a model."),
+    model: str = argument("A finished run's folder, a model's, or OWNER/NAME.", callback=_model),
     tasks: str = option("Tasks of lm-evaluation-harness: hellaswag,mmlu,…", ""),
     harness: str = option("More words for it, such as '--num_fewshot 5 --limit 100'.", ""),
     output: Path | None = option("Folder of a model's results (default: align-evaluation)."),

@@ -17,6 +17,7 @@ from ...stages.data.tokenizer import load_tokenizer
 from ...stages.model.generate import greedy_gaps
 from ...stages.model.model_folder import UNUSED_WEIGHTS
 from ...stages.model.reference import HfReference
+from ...stages.storage.locations import origin_of
 from ..jobs.object_inputs import cache_at, local_options
 from ..precompute.verify import token_logps
 from .samplers import prompt_ids, require_openai
@@ -56,8 +57,10 @@ def verify_server(
         text = tokenizer.hf.decode(ids, skip_special_tokens=True)[:CHARACTERS] or " "
         prompt = Prompt(({"role": "user", "content": text},) if tokenizer.chat else text)
         prompts[prompt.key] = prompt
-    named = replace(config.server, url=url, revision="any")  # nothing is stored under it
-    server = ServerSampler(named, lambda prompt: len(prompt_ids(prompt, tokenizer)))
+    server = ServerSampler(
+        replace(config.server, url=url, revision="any"),  # nothing is stored under it
+        lambda prompt: len(prompt_ids(prompt, tokenizer)),
+    )
     server.keeps = False
     asked = [SampleRequest(prompt, (0,)) for prompt in prompts.values()]
     answers = list[Sample]()
@@ -86,9 +89,10 @@ def verify_server(
         same = (np.concatenate(of_tokens) == 0).mean()
         what, more = "greedy answers", f"{same:.1%} of their tokens are the model's choices"
     mean, worst = gaps.sum() / lengths.sum(), (gaps / lengths.clip(min=1)).max()
+    named = map(origin_of, (reference.options.path, reference.options.adapter))
     found = (
         f"{url}: {counted(len(gaps), what)}, {mean:.1e} nats per token from "
-        f"{reference_named(path, own)} (at most {worst:.1e}); {more}"
+        f"{reference_named(*named)} (at most {worst:.1e}); {more}"
     )
     # Rounding is of one size: a reference at half the distance is what is served.
     if not mean <= TOLERANCE or from_reference < mean / 2:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ...schemas.batches import EvalSample, World
+from ...schemas.cache import reference_named
 from ...schemas.checkpoint import State
 from ...schemas.config import ModelOptions, TrackingOptions
 from ...schemas.errors import StorageError, UsageError
@@ -29,6 +30,7 @@ from ...stages.report.model_card import with_section
 from ...stages.report.two_runs import intervals_of
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.locks import owner_lock
+from ...stages.storage.locations import address_of, origin_of
 from ...stages.storage.run.checkpoints import read_checkpoint
 from ...stages.storage.run.run_folder import RunFolder
 from ...stages.tracking.metrics_log import EVALUATE, MetricsLog, kept_lines, key_of, prefix_of
@@ -41,7 +43,7 @@ from ..options.settings import BY_HAND, Settings, changed, read_yaml
 from .load import identify, load, source_notes
 from .records import RunRecords, table_kind
 from .resume import require_same_run
-from .run_report import read_results, require_finished, results_table, write_report
+from .run_report import gives_scores, read_results, require_finished, results_table, write_report
 from .setup import Run, check, checked_caches
 from .train import evaluated
 
@@ -68,7 +70,6 @@ def evaluate(
         raise UsageError(f"{home} has results. Remove it, or choose another --output.")
     results, run, state = read_results(home / "results.json"), None, State()
     with joined_world() as world, naming_lost_peers(world):
-        _require_harness(world, tasks)
         if is_run:
             run, state = _of_run(folder, settings, world)
             model = run.begins_as
@@ -76,7 +77,8 @@ def evaluate(
             model = _of_folder(subject, settings.config.model)
             if settings.config.train.eval_cache:
                 run = _on_caches(model, settings, world)
-        results |= {"model": model.path, "adapter": model.adapter}
+        _require_harness(world, tasks, model)
+        results |= {"model": origin_of(model.path), "adapter": origin_of(model.adapter)}
         if run and (run.held_out or run.read_spec.eval_fraction):
             fs.make_folder(home)
             results["sets"] |= _measured(run, state, home, progress)
@@ -88,6 +90,7 @@ def evaluate(
         run = None  # the harness needs the memory
     if world.rank:
         return results
+    progress.log(f"measured: {reference_named(results['model'], results['adapter'])}")
     if tasks:
         if folder.is_merged:
             model = replace(model, path=str(folder.merged), adapter="")
@@ -125,7 +128,12 @@ def _of_folder(subject: str, options: ModelOptions) -> ModelOptions:
     config = Path(found) / "adapter_config.json"
     if not config.exists():
         return replace(options, path=found, adapter="")
-    base = local_model(str(read_json(config).get("base_model_name_or_path")))
+    settings = read_json(config)
+    base, revision = str(settings.get("base_model_name_or_path")), settings.get("revision")
+    if not Path(base).exists():
+        base = address_of(f"{base}@{revision}" if revision else base, "model")
+    base = local_model(base)
+    require_folder(base, f"{config} names it as the adapter's base: name its folder there.")
     return replace(options, path=base, adapter=found)
 
 
@@ -204,7 +212,10 @@ def _measured(run: Run, state: State, home: Path, progress: Progress) -> Results
     return results
 
 
-def _require_harness(world: World, tasks: Sequence[str]) -> None:
+def _require_harness(world: World, tasks: Sequence[str], model: ModelOptions) -> None:
+    # The harness would give it a random output layer.
+    if tasks and gives_scores(folder := Path(model.adapter or model.path)):
+        raise UsageError(f"{folder} is a reward model, which writes no text. Leave out --tasks.")
     if tasks and world.size > 1:
         raise UsageError("--tasks runs in one process. Give it in a command of its own.")
     if tasks and find_spec("lm_eval") is None:

@@ -400,17 +400,23 @@ def use_of_model(model: Path, named: str, reading: Mapping[str, str]) -> Iterato
     config, adapter_config = model / "config.json", model / "adapter_config.json"
     command, data, settings = "sample", "prompts.jsonl", {"model.path": named}
     if config.exists():
-        if "Classification" in str(read_json(config).get("architectures")):
+        if gives_scores(model):
             command, data, settings = "score", "data.parquet", {"rewards.model": named}
     elif adapter_config.exists():
-        adapter = read_json(adapter_config)
-        base = adapter["base_model_name_or_path"]
-        if adapter["task_type"] == "SEQ_CLS" or not Path(base).is_dir():
+        base = read_json(adapter_config)["base_model_name_or_path"]
+        if gives_scores(model) or not Path(base).is_dir():
             return
         settings = {"model.path": origin_of(base), "model.adapter": named}
     else:
         return
     yield f"next: align {command} {data} {as_flags({**settings, **reading}, command)}"
+
+
+def gives_scores(model: Path) -> bool:
+    """Whether the model or adapter in a folder is a reward model."""
+    if (adapter := model / "adapter_config.json").exists():
+        return bool(read_json(adapter).get("task_type") == "SEQ_CLS")
+    return "Classification" in str(read_json(model / "config.json").get("architectures"))
 
 
 def reading_of(manifest: Manifest, tokens: TokenOptions) -> dict[str, str]:

@@ -140,7 +140,8 @@ def _explained(address: str, uri: HfUri) -> Iterator[None]:
                 "it once. A folder is given as ./NAME."
             ) from None
         raise ServerError(
-            f"{address}: the Hub cannot be reached, and its cache lacks files. Check the network."
+            f"{address}: the Hub cannot be reached, and its cache lacks files. Check the network. "
+            "A folder is given as ./NAME."
         ) from None
     except errors.HfHubHTTPError as error:
         status = error.response.status_code

@@ -162,3 +162,13 @@ def test_tasks_are_measured_by_the_harness(world, tmp_path, monkeypatch):
     assert not (tmp_path / "other" / "results.json").exists()
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     refusal(2, *broken, names=("align-cached-reference[evaluate]",))
+
+
+def test_tasks_of_a_reward_model_are_refused(course):
+    """The harness would give it a random output layer, and numbers of that."""
+    run = course.whole("--method", "reward", *LORA, *PLAIN)
+    for subject in (run, run / "model"):
+        answer = course.server.run("evaluate", subject, "--tasks", "hellaswag")
+        assert answer.code == 2
+        require_names(answer.err, run / "model", "--tasks")
+    assert not (run / "evaluated" / "lm_eval.log").exists()

@@ -252,3 +252,32 @@ def test_ranks_with_different_commits_are_refused(person, hub, world, tmp_path):
     answers = training.answers()
     assert [answer.code for answer in answers] == [4, 4], answers
     require_names(answers[0].err, *commits(hub, "acme/tiny"))
+
+
+def test_a_pushed_adapter_is_measured_on_the_commit_of_its_base(person, hub, world):
+    """By its plain name; the results name both commits and no folder of this machine."""
+    from support.families import saved_adapter  # noqa: PLC0415  it imports torch
+
+    person.gives("precompute-ref", world.data.paired, "--model", "acme/tiny", *MAKE)
+    (base,) = commits(hub, "acme/tiny")
+    folder = saved_adapter(person.folder / "adapter", world.model)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config |= {"base_model_name_or_path": "acme/tiny", "revision": base}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    hub.repo("acme/lora").commit_folder(folder)
+    hub.repo("acme/tiny").commit({"config.json": b"{}"})
+    measure = ("--cache", "align-cache", "--method", "dpo", "--json")
+    results = json.loads(person.gives("evaluate", "acme/lora", *measure).out)
+    (adapter,) = commits(hub, "acme/lora")
+    assert results["adapter"] == f"hf://acme/lora@{adapter}"
+    assert results["model"] == f"hf://acme/tiny@{base}"
+    (folder / "adapter_config.json").write_text(
+        json.dumps(config | {"base_model_name_or_path": "gone", "revision": None})
+    )
+    answer = person.tries("evaluate", "adapter", *measure, "--output", "other")
+    assert (answer.code, "--model" in answer.err) == (2, False)
+    require_names(answer.err, "gone", "adapter_config.json")
+    server = ("--server", UNREACHABLE, "--adapter", "acme/none")
+    refused = person.tries("verify", "align-cache", *server)
+    assert refused.code == 2
+    require_names(refused.err, "hf://acme/none")
