@@ -545,9 +545,9 @@ def evaluate(
     home = Path(model) / "evaluated" if of_run else output or Path("align-evaluation")
     words = [tasks, *shlex.split(harness)] if tasks else []
     results = run_evaluation(settings, model, home, words, tracking, begin_work())
-    head, *rows = results_table(results) or [[]]
-    text = json.dumps(results, indent=2, default=str) if as_json else "\n".join(grid(head, rows))
-    echo_once(text)
+    head, *rows = results_table(results) or [[""]]
+    text = "\n".join([*grid(head, rows), f"results in {home / 'results.json'}"])
+    echo_once(json.dumps(results, indent=2, default=str) if as_json else text)
 
 
 @command("Look", "align diff runs/dpo runs/kto")

@@ -7,7 +7,7 @@ import math
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
@@ -20,12 +20,11 @@ from ...schemas.batches import EvalSample, World
 from ...schemas.cache import reference_named
 from ...schemas.checkpoint import State
 from ...schemas.config import ModelOptions, TrackingOptions
-from ...schemas.errors import StorageError, UsageError
+from ...schemas.errors import UsageError
 from ...schemas.train_options import LoraOptions, TrainOptions
 from ...stages.engine.distributed import joined_world, naming_lost_peers
 from ...stages.model.model_folder import DTYPE_NAMES, adapter_tensors, read_json, require_folder
 from ...stages.report.eval_table import by_set, evaluation_csv, read_samples
-from ...stages.report.intervals import NORMAL
 from ...stages.report.model_card import with_section
 from ...stages.report.two_runs import intervals_of
 from ...stages.storage.disk import fs
@@ -244,27 +243,21 @@ def _run_harness(
     new = sorted({*home.glob("lm_eval_*.json")} - before)
     if code or not new:
         last = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
-        raise StorageError("\n  ".join([f"lm_eval ended with exit code {code}. {log}:", *last]))
-    results = Results()
-    for task, values in json.loads(fs.read_bytes(new[-1]))["results"].items():
-        results[task] = {"metrics": {}, "intervals": {}}
-        for key, value in values.items():
-            metric, comma, kind = key.partition(",")
-            if not comma or metric.endswith("_stderr") or not isinstance(value, float | int):
-                continue
-            name = metric if kind == "none" else key
-            results[task]["metrics"][name] = value
-            error = values.get(f"{metric}_stderr,{kind}")
-            if isinstance(error, float):
-                bounds = (value - NORMAL * error, value + NORMAL * error)
-                results[task]["intervals"][name] = bounds
-    return results
+        raise UsageError("\n  ".join([f"lm_eval ended with exit code {code}. {log}:", *last]))
+    found = json.loads(fs.read_bytes(new[-1]))["results"]
+    return {task: {"metrics": _numbers(values), "intervals": {}} for task, values in found.items()}
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a task, which the harness names `acc,none` and `acc_stderr,none`."""
+    found = {name: one for name, one in values.items() if isinstance(one, float | int)}
+    return {name.removesuffix(",none"): one for name, one in found.items() if "," in name}
 
 
 def _publish(folder: RunFolder, results: Results, tracking: TrackingOptions) -> None:
     """Adds the results to the run's model cards, report and trackers."""
     every, rows = {**results["sets"], **results["tasks"]}, results_table(results)[1:]
-    cells = {name: " ".join(filter(None, (value, bounds))) for name, value, bounds in rows}
+    cells = {name: f"{value} ({bounds})" if bounds else value for name, value, bounds in rows}
     cards = [one / "README.md" for one in (folder.model, folder.merged)]
     cards = [card for card in cards if card.exists()]
     with owner_lock(folder.root, "evaluate"):

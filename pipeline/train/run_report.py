@@ -212,9 +212,8 @@ def results_table(results: Mapping[str, Any]) -> list[list[str]]:
         shown = SUMMARIZED if name in results["sets"] else found["metrics"]
         for metric in shown:
             if (value := found["metrics"].get(metric)) is not None:
-                low, high = found["intervals"].get(metric, (None, None))
-                interval = "" if low is None else f"{low:z.4f} to {high:z.4f}"
-                rows.append([f"{name}: {metric}", f"{value:z.4f}", interval])
+                bounds = (f"{one:z.4f}" for one in found["intervals"].get(metric, ()))
+                rows.append([f"{name}: {metric}", f"{value:z.4f}", " to ".join(bounds)])
     return [["evaluation", "value", "95 % interval"], *rows] if rows else []
 
 

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 DRAWS = 2000  # bootstrap samples
 MOST_DRAWN = 1 << 18  # units drawn at once, to limit memory
 TAILS = (0.025, 0.975)
-NORMAL = 1.96  # standard errors on each side of a 95 % interval
 
 
 def interval_of_rate(

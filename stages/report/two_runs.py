@@ -117,15 +117,19 @@ def intervals_of(
 ) -> dict[str, tuple[float, float]]:
     """The 95 % intervals of a held-out set's metrics, by the bootstrap over prompts.
 
-    A metric that is no mean over these rows has none, such as an accuracy with ties by rounding.
+    A metric that is no mean over these rows has none.
     """
     if REWARD not in samples.columns or {*samples["role"]} - {*GOOD, *BAD}:
         return {}
     rows = margins_by_row(samples, REWARD, REWARD).sort("row_id")
     margins, found = rows["value"].to_numpy(), {}
+    # Ties are margins within their rounding, which the table lacks: the smallest ones.
+    ties = round(metrics.get("rewards/ties", 0.0) * len(margins))
+    correct = _is_correct(margins)
+    correct[np.argsort(np.abs(margins), kind="stable")[:ties]] = 0.5
     good, bad = (samples.filter(pl.col("role").is_in(roles)) for roles in (GOOD, BAD))
     for name, values, prompts in (
-        ("rewards/accuracies", _is_correct(margins), rows["prompt_key"]),
+        ("rewards/accuracies", correct, rows["prompt_key"]),
         ("rewards/margins", margins, rows["prompt_key"]),
         ("rewards/chosen", good[REWARD].to_numpy(), good["prompt_key"]),
         ("rewards/rejected", bad[REWARD].to_numpy(), bad["prompt_key"]),

@@ -101,9 +101,9 @@ def test_the_interval_is_of_the_rows_of_the_table(course):
 
 def test_two_ranks_measure_the_same(course):
     run = course.whole("--method", "dpo")
-    answers = course.server.start("evaluate", run, "--json", ranks=2).answers()
+    answers = course.server.start("evaluate", run, ranks=2).answers()
     assert [one.code for one in answers] == [0, 0], answers
-    (found,) = json.loads(answers[0].out)["sets"].values()
+    (found,) = json.loads((run / "evaluated" / "results.json").read_text())["sets"].values()
     assert found["metrics"] == pytest.approx(evaluation_of(run), abs=1e-9)
     assert not answers[1].out
 
@@ -149,8 +149,8 @@ def test_tasks_are_measured_by_the_harness(world, tmp_path, monkeypatch):
     words = ("--tasks", "tiny", "--harness", "--num_fewshot 2", "--device", "cpu", "--json")
     results = json.loads(success("evaluate", world.model, *words).out)
     assert results["tasks"]["tiny"] == {
-        "metrics": {"acc": 0.5, "f1,strict": 1},
-        "intervals": {"acc": pytest.approx([0.304, 0.696])},
+        "metrics": {"acc": 0.5, "acc_stderr": 0.1, "f1,strict": 1},
+        "intervals": {},
     }
     (file,) = (tmp_path / "align-evaluation").glob("lm_eval_*.json")
     given = json.loads(file.read_text())["results"]["tiny"]["words"]
@@ -158,7 +158,7 @@ def test_tasks_are_measured_by_the_harness(world, tmp_path, monkeypatch):
     model = f"pretrained={world.model.absolute()},dtype=auto"
     assert {("--num_fewshot", "2"), ("--model_args", model), ("--device", "cpu")} <= pairs
     broken = ("evaluate", world.model, "--tasks", "broken", "--output", tmp_path / "other")
-    refusal(74, *broken, names=("no such task: broken",))
+    refusal(2, *broken, names=("no such task: broken",))
     assert not (tmp_path / "other" / "results.json").exists()
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     refusal(2, *broken, names=("align-cached-reference[evaluate]",))
