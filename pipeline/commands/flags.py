@@ -79,9 +79,8 @@ def settings_of(
         command=command,
     )
     if is_first_rank():
-        for name, address in hub_addresses(settings.config, command).items():
-            each = address if isinstance(address, list) else [address]
-            echo(f"{name}: {', '.join(each)}", err=True)
+        for name, found in hub_addresses(settings.config, command).items():
+            echo(f"{name}: {found if isinstance(found, str) else ', '.join(found)}", err=True)
     return settings
 
 

@@ -13,6 +13,7 @@ from ...schemas.config import Config, ModelOptions
 from ...schemas.errors import UsageError
 from ...schemas.safe_text import is_plain_path
 from ...stages.storage.cache import Cache
+from ...stages.storage.hub import fetch, names_at, pinned
 from ...stages.storage.locations import HUB, Kind, is_remote
 
 # Weights that are never read, because models are loaded only from safetensors.
@@ -54,8 +55,6 @@ def _local(
     from_hub: Callable[[str], Path],
 ) -> str:
     if given.startswith(HUB):
-        from ...stages.storage.hub import pinned  # noqa: PLC0415 - only the Hub needs it
-
         return str(from_hub(pinned(given, kind)))
     if not is_remote(given):
         return given
@@ -67,7 +66,6 @@ def _local(
 def _hub_model(address: str, *, weights: bool) -> Path:
     """The folder of a model or an adapter on the Hub, with the files that are read."""
     from ...stages.model.model_folder import INDEX, SINGLE_FILE, read_json  # noqa: PLC0415
-    from ...stages.storage.hub import fetch, names_at  # noqa: PLC0415 - as above
 
     names = {name for name in names_at(address, "model") if "/" not in name}
     wanted = {name for name in names if PurePosixPath(name).suffix in _SETTINGS}
@@ -77,14 +75,11 @@ def _hub_model(address: str, *, weights: bool) -> Path:
         if SINGLE_FILE not in names and INDEX in names:
             index = read_json(fetch(address, "model", [INDEX]) / INDEX)
             stored |= names & {*index.get("weight_map", {}).values()}
-        wanted |= stored
-        if not stored:
-            wanted.clear()
+        wanted = (wanted | stored) if stored else set()
     if not wanted:
         what = "weights as safetensors" if weights else "tokenizer"
         raise UsageError(
-            f"{address} has no {what}. Choose another repository, revision or folder: "
-            f"hf://OWNER/NAME@REVISION/FOLDER."
+            f"{address} has no {what}. Choose another repository, revision or folder in it."
         )
     return fetch(address, "model", wanted)
 
@@ -93,13 +88,12 @@ def _hub_data(address: str, *, split: str) -> Path:
     """The file or folder of data on the Hub, with the files that are read."""
     from ...stages.data.files import data_files  # noqa: PLC0415
     from ...stages.data.readers import ending_of  # noqa: PLC0415
-    from ...stages.storage.hub import fetch, names_at  # noqa: PLC0415 - as above
 
     _, _, inside = address.partition("@")[2].partition("/")
     root = address.removesuffix(f"/{inside}")
     names = [*filter(is_plain_path, names_at(root, "dataset"))]
-    saved = [name for name in names if PurePosixPath(name).name in _OF_SAVED_DATASETS]
-    described = [name for name in names if name == "README.md"] + saved
+    described = {name for name in names if name.rpartition("/")[2] in _OF_SAVED_DATASETS}
+    described |= {"README.md"} & {*names}
     # The files of a folder with the same names, so that the Hub's data are read as any folder's.
     with TemporaryDirectory(prefix="align-") as empty:
         for name in names:

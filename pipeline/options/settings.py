@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
@@ -28,12 +29,8 @@ FILE_NAME = "align.yaml"
 LARGEST_FILE = 1024 * 1024  # larger files are data, which YAML takes minutes to refuse
 BY_HAND = ("flag", "--set", "ALIGN_MODEL")
 # The settings that may name a repository of the Hub, and its kind.
-ON_HUB: dict[str, Kind] = {
-    **dict.fromkeys(
-        ("model.path", "model.adapter", "train.model", "rewards.model", "judge.model"), "model"
-    ),
-    "data.files": "dataset",
-}
+_MODELS = ("model.path", "model.adapter", "train.model", "rewards.model", "judge.model")
+ON_HUB: dict[str, Kind] = {**dict.fromkeys(_MODELS, "model"), "data.files": "dataset"}
 
 
 @dataclass(frozen=True)
@@ -79,15 +76,14 @@ def load_settings(
     if path := file or _beside([*data, *near, *filter(None, [flags.get("train.cache")])]):
         layers.append((str(path), _read_file(path)))
     if os.environ.get("ALIGN_MODEL"):
-        of_environment = {"model.path": os.environ["ALIGN_MODEL"]}
-        layers.append(("ALIGN_MODEL", _with_addresses(of_environment)))
-    of_sets = sets if isinstance(sets, Mapping) else dict(map(_of_set, sets))
-    layers += [("flag", _with_addresses(of_flags)), ("--set", _with_addresses(of_sets))]
+        layers.append(("ALIGN_MODEL", {"model.path": os.environ["ALIGN_MODEL"]}))
+    layers.append(("flag", of_flags))
+    layers.append(("--set", sets if isinstance(sets, Mapping) else dict(map(_of_set, sets))))
 
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for origin, layer in layers:
-        values.update(layer)
+        values.update(_relocated(layer, address_of) if origin in BY_HAND else layer)
         origins.update(dict.fromkeys(layer, origin))
     mask_secrets_of(uri := str(values.get("tracking.uri")))
     if MASK in uri:  # from the config.yaml of a run
@@ -102,19 +98,13 @@ def load_settings(
         if origin in ("flag", "--set") and not reads(command, name):
             advice = instead_of(name, command)
             raise UsageError(f"{origin}: {name} is not used by `align {command}`. {advice}.")
-    return Settings(changed(config, _pinned(config, command)), origins)
-
-
-def _pinned(config: Config, command: str) -> dict[str, Any]:
-    """The addresses of the Hub that a command reads, by setting, with commits as revisions."""
-    values = hub_addresses(config, command)
-    return _relocated(values, lambda text, kind: pinned(text, kind) if HUB in text else text)
+    if command != "config":  # which is of no command
+        config = changed(config, _relocated(hub_addresses(config, command), pinned))
+    return Settings(config, origins)
 
 
 def hub_addresses(config: Config, command: str) -> dict[str, Any]:
-    """The settings that a command reads in which an address of the Hub is."""
-    if command == "config":  # of no command
-        return {}
+    """The models and data that a command reads, by setting, if an address of the Hub is in them."""
     values = flatten(config)
     return {one: values[one] for one in ON_HUB if HUB in str(values[one]) and reads(command, one)}
 
@@ -153,25 +143,20 @@ def _read_file(path: Path) -> dict[str, Any]:
     sections = {name: inside for name, inside in content.items() if isinstance(inside, dict)}
     if twice := sorted(_flat(sections).keys() & content.keys()):
         raise UsageError(f"{path}: given twice: {', '.join(twice)}. Write each once.")
-    values = _with_addresses(_flat(content), path.parent)
+    values = _relocated(_flat(content), partial(address_of, folder=path.parent))
     return _located(values, path.parent, os.path.expanduser)
 
 
-def _with_addresses(values: Mapping[str, Any], folder: Path = Path()) -> dict[str, Any]:
-    """The settings with the Hub's address for each `owner/name` that is no file in the folder."""
-    found = _relocated(values, lambda text, kind: address_of(text, kind, folder))
-    return {**values, **found}
-
-
 def _relocated(values: Mapping[str, Any], change: Callable[[str, Kind], str]) -> dict[str, Any]:
-    """The settings that may be on the Hub, with each of their locations changed."""
-
-    def relocated(value: Any, kind: Kind) -> Any:
-        if isinstance(value, list):
-            return [relocated(one, kind) for one in value]
-        return change(value, kind) if isinstance(value, str) else value
-
-    return {name: relocated(values[name], kind) for name, kind in ON_HUB.items() if name in values}
+    """The settings with a change to each model and each file of data."""
+    found = dict(values)
+    for name, kind in ON_HUB.items():
+        value = values.get(name)
+        if isinstance(value, str):
+            found[name] = change(value, kind)
+        elif isinstance(value, list):
+            found[name] = [change(one, kind) if isinstance(one, str) else one for one in value]
+    return found
 
 
 def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:

@@ -94,11 +94,10 @@ def data_files(path: Path, split: str) -> list[Path]:
     """The file, or the data files of a folder or of a subset; `split` names the split to read."""
     own, above = subsets_of(path), subsets_of(path.parent)
     if own:
-        name, *others = own
-        if others and name != "default":
-            raise UsageError(
-                f"{path} holds the subsets {', '.join(own)}. Choose one: {path}/{name}"
-            )
+        name = next(iter(own)) if len(own) == 1 else "default"
+        if name not in own:
+            names, first = ", ".join(own), next(iter(own))
+            raise UsageError(f"{path} holds the subsets {names}. Choose one: {path}/{first}")
         return _of_subset(path, name, own[name], split)
     if path.name in above:
         return _of_subset(path.parent, path.name, above[path.name], split)

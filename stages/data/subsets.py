@@ -1,11 +1,4 @@
-"""The subsets of a data set, as its README.md names them for the Hub and `datasets`.
-
-configs:
-- config_name: helpful
-  data_files:
-  - split: train
-    path: helpful/train-*.parquet
-"""
+"""The subsets of a data set, as `configs` in the header of its README.md names them."""
 
 from __future__ import annotations
 
@@ -14,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
+from ...schemas.safe_text import is_plain_path
+
 Subset: TypeAlias = dict[str, list[str]]  # split: the patterns of its files
 
 _HEADER = re.compile(r"---\r?\n(.*?)\r?\n---", re.DOTALL)
-_GLOB = re.compile(r"\*\*/|\*\*|\*|\?|\[[^]]+\]|.", re.DOTALL)
-_MEANINGS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 
 
 def subsets_of(folder: Path) -> dict[str, Subset]:
-    """The subsets that the README.md of a folder names; the default one comes first."""
+    """The subsets that the README.md of a folder names."""
     file = folder / "README.md"
     header = _HEADER.match(file.read_text("utf-8", "replace")) if file.is_file() else None
     if header is None:
@@ -31,14 +24,9 @@ def subsets_of(folder: Path) -> dict[str, Subset]:
 
     try:
         configs = yaml.safe_load(header[1]).get("configs") or []
-        found = sorted(configs, key=lambda one: not _is_default(one))
-        return {one["config_name"]: _patterns(one) for one in found if "data_files" in one}
+        return {one["config_name"]: _patterns(one) for one in configs if "data_files" in one}
     except (yaml.YAMLError, AttributeError, TypeError, KeyError):
         return {}  # another program's text
-
-
-def _is_default(config: Mapping[str, Any]) -> bool:
-    return bool(config.get("default")) or config["config_name"] == "default"
 
 
 def _patterns(config: Mapping[str, Any]) -> Subset:
@@ -53,11 +41,9 @@ def _patterns(config: Mapping[str, Any]) -> Subset:
 
 def matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
     """The files below a folder that match one of the patterns, sorted."""
-    regex = "|".join("".join(map(_as_regex, _GLOB.findall(one))) for one in patterns)
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return [one for one in files if re.fullmatch(regex, one.relative_to(folder).as_posix())]
-
-
-def _as_regex(part: str) -> str:
-    is_set = len(part) > 1 and part.startswith("[")
-    return _MEANINGS.get(part) or (part if is_set else re.escape(part))
+    inside = filter(is_plain_path, patterns)
+    # pathlib's ** is a whole part of a path, and at the end it means folders only.
+    whole = (re.sub(r"(?<=[^/])\*\*|\*\*(?=[^/])", "*", one) for one in inside)
+    every = (f"{one}/*" if one.endswith("**") else one for one in whole)
+    found = {path for one in every for path in folder.glob(one)}
+    return sorted(path for path in found if path.is_file())

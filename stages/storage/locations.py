@@ -1,8 +1,4 @@
-"""Locations of models, data, caches and runs.
-
-A location is a path, a key of a bucket (`s3://`, `gs://`, `az://`), or, for a model or data, an
-address of the Hugging Face Hub (`hf://`).
-"""
+"""Locations: paths, keys of a bucket (`s3://`, `gs://`, `az://`), or addresses of the Hub."""
 
 from __future__ import annotations
 

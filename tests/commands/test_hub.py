@@ -7,8 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from align.pipeline.options.settings import load_settings
+from align.schemas.errors import UsageError
+from align.schemas.safe_text import mask_secrets_of, redacted
+from align.stages.data.files import open_inputs
 from align.stages.storage.cache import Cache
-from support.refusals import require_names
+from align.stages.tracking.run_texts import data_name, model_name
+from support.refusals import refuses, require_names
 from support.stub_hub import TOKEN
 from support.trainings import Person, weights
 
@@ -96,7 +101,7 @@ def test_without_the_hub_the_commit_in_its_cache_is_read_and_named(person, hub, 
     changes = {"offline": {"HF_HUB_OFFLINE": "1"}, "unreachable": {"HF_ENDPOINT": UNREACHABLE}}
     away = replace(person, environment={**person.environment, **changes.get(how, {})})
     answer = away.gives(*words)
-    require_names(answer.err, "hf://acme/tiny: ", commits(hub, "acme/tiny")[0])
+    require_names(answer.err, "acme/tiny", commits(hub, "acme/tiny")[0])
     assert how == "down" or not of_repos(hub)
     shutil.rmtree(person.folder / "hf")
     refused = away.tries(*words)
@@ -230,6 +235,47 @@ def test_a_folder_of_the_name_wins_next_to_its_config_file(person, hub, world):
     person.gives("check", "--config", "project/align.yaml")
     assert not [one for one in of_repos(hub) if "acme/tiny" in one.path]
     assert "data/train-00000-of-00001.parquet" in hub.fetched()
+
+
+def test_a_plain_name_is_of_the_hub_unless_it_is_a_path(here):
+    (here / "acme" / "here").mkdir(parents=True)
+    addresses = {
+        "acme/tiny": "hf://acme/tiny",
+        "acme/tiny-0.5B@v1.0": "hf://acme/tiny-0.5B@v1.0",
+        "acme/tiny@refs/pr/1": "hf://acme/tiny@refs/pr/1",
+    }
+    paths = ("acme/here", "./acme/tiny", "acme", "acme/tiny/", "/acme/tiny", "a/b/c", "../tiny")
+    for given, expected in {**addresses, **{path: path for path in paths}}.items():
+        assert load_settings({"model.path": given}, [], file=None).config.model.path == expected
+    files = ["acme/prefs", "data/rows.jsonl", "s3://acme/prefs"]
+    found = load_settings({}, [], file=None, data=files).config.data.files
+    assert found == ["hf://datasets/acme/prefs", *files[1:]]
+    address = f"hf://datasets/acme/prefs@{'0' * 40}/helpful"
+    mask_secrets_of(address)
+    assert redacted(f"read {address}.") == f"read {address}."
+    cached = f"/hub/datasets--acme--prefs/snapshots/{'0' * 40}"
+    assert [data_name([one]) for one in (address, cached)] == ["helpful", "prefs"]
+    names = ("hf://acme/tiny", f"hf://acme/tiny@{'0' * 40}", cached.replace("prefs", "tiny"))
+    assert {model_name(one) for one in names} == {"tiny"}
+
+
+def test_subsets_of_a_folder_on_the_disk_are_read_as_on_the_hub(tmp_path):
+    """And no pattern leads out of the folder."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    folder = tmp_path / "set"
+    for name in ("helpful/train-1.jsonl", "helpful/a/b/train-2.jsonl", "safe/rows.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(tmp_path / "rows.jsonl", folder / name)
+    (folder / "README.md").write_bytes(SUBSETS.replace(b"*.parquet", b"**"))
+    found = [file.path.name for file in open_inputs([str(folder / "helpful")], "train")]
+    assert found == ["train-2.jsonl", "train-1.jsonl"]
+    (file,) = open_inputs([str(folder / "harmless")])
+    assert file.path == folder / "safe" / "rows.jsonl"
+    with refuses(UsageError, "helpful, harmless"):
+        open_inputs([str(folder)])
+    (folder / "README.md").write_bytes(SUBSETS.replace(b"*.parquet", b"../../rows.jsonl"))
+    with refuses(UsageError, "harmless"):
+        open_inputs([str(folder / "harmless")])
 
 
 def test_ranks_with_different_commits_are_refused(person, hub, world, tmp_path):
