@@ -32,7 +32,9 @@ def main():
             rounds, losses = [], []
             for number in range(options.rounds):
                 cache = folder / f"{method}-{number}"
-                stage = measured(stage_one, folder, cache, int(method == "kto"), threads=options.threads)
+                stage = measured(
+                    stage_one, folder, cache, int(method == "kto"), threads=options.threads
+                )
                 cached = measured(train, folder, method, cache, threads=options.threads)
                 live = measured(train, folder, method, None, threads=options.threads)
                 both = {name: stage[name] + cached[name] for name in ("cpu", "seconds")}
