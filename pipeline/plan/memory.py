@@ -83,20 +83,10 @@ class Budget:
 
     @staticmethod
     def of(train: TrainOptions, device_bytes: int) -> Budget:
-        """The budget of train.memory, or else of the device."""
+        """The budget of train.memory, or of the device if that is less; 0: unknown."""
         asked = bytes_of(train.memory, name="train.memory")
-        return Budget(asked or device_bytes, bool(asked))
-
-    def within(self, device_bytes: int) -> Budget:
-        """The budget, limited to the device's memory if that is known."""
-        if not 0 < device_bytes < self.size:
-            return self
-        logger.warning(
-            "train.memory is %s, but the GPU has only %s, which is used instead.",
-            amount(self.size),
-            amount(device_bytes),
-        )
-        return replace(self, size=device_bytes)
+        known = [size for size in (asked, device_bytes) if size]
+        return Budget(min(known, default=0), bool(asked))
 
     @property
     def usable(self) -> int:
@@ -432,13 +422,8 @@ def _climbed(facts: PlanFacts, start: Planned, is_open: set[str]) -> Planned:
     return best
 
 
-def is_useful(
-    changes: Changes, config: Config, *, ranks: int, device: str, stage: int | None = None
-) -> bool:
-    """Whether these settings are not in use yet, and can take less memory here.
-
-    `stage` is the ZeRO stage, if known.
-    """
+def is_useful(changes: Changes, config: Config, *, ranks: int, device: str) -> bool:
+    """Whether these settings are not in use yet, and can take less memory here."""
     known = flatten(config)
     preset, now = PRESETS.get(changes.get(ZERO, "")), PRESETS.get(config.train.deepspeed)
     offloaded = len(now.offloads) if now else 0
@@ -453,22 +438,8 @@ def is_useful(
     if preset.offloads:
         return len(preset.offloads) > offloaded and not (preset.stage == 3 and cannot_shard)
     if preset.stage == 3:
-        return ranks > 1 and not cannot_shard and not offloaded and stage != 3
-    return stage is None or stage == 1 or (stage == 0 and ranks > 1) or len(changes) > 1
-
-
-def memory_savers(
-    config: Config, *, stage: int, ranks: int, device: str, can_recompute: bool
-) -> Iterator[str]:
-    """Flags for a run that has already tried smaller micro-batches."""
-    resumable: list[Changes] = []
-    if can_recompute:
-        resumable = [{RECOMPUTE: True}, {RECOMPUTE: True, INPUTS: True}]
-    anew = "in a new run, with another --output, "
-    for changes in (*resumable, {ZERO: "zero2"}, {ZERO: "zero3"}, *ADVICE):
-        if is_useful(changes, config, ranks=ranks, device=device, stage=stage):
-            yield f"{'' if changes in resumable else anew}{as_flags(changes, 'train')}"
-    yield f"{anew}a cache with a shorter tokens.max_length"
+        return ranks > 1 and not cannot_shard and not offloaded
+    return True
 
 
 def decided(train: TrainOptions) -> Changes:

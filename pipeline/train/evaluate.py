@@ -184,7 +184,7 @@ def _measured(run: Run, state: State, home: Path, progress: Progress) -> Results
         for parameter in run.policy.parameters() if len(stored) == 1 else ():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(getattr(torch, DTYPE_NAMES[min(stored)]))
-    run.memory.advice = lambda: ("take a smaller --tokens-per-batch",)
+    run.memory.remedy = "Take a smaller --tokens-per-batch."
     run.records = kept = _Kept(run, TrackedRun(run.folder), progress)
     evaluated(run, state)
     if run.world.rank:

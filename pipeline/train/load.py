@@ -12,7 +12,7 @@ from ...schemas.batches import World
 from ...schemas.config import Config
 from ...schemas.errors import FingerprintError
 from ...schemas.file_version import Remember
-from ...stages.engine.deepspeed_config import EngineContext, loading_config, stage_of
+from ...stages.engine.deepspeed_config import EngineContext, loading_config
 from ...stages.engine.deepspeed_engine import open_engine
 from ...stages.engine.distributed import agreed, gathered, run_on_all_ranks
 from ...stages.engine.freed_blocks import giving_more_blocks_back
@@ -24,7 +24,7 @@ from ...stages.model.load import chosen_device, device_bytes, load_model, resolv
 from ...stages.model.logprobs import causal_model
 from ...stages.model.model_folder import ModelFiles, model_identity
 from ...stages.model.policy import Policy, load_policy, stored_value_head
-from ...stages.model.transformers_compat import can_recompute, routers_of
+from ...stages.model.transformers_compat import routers_of
 from ...stages.storage.cache import Cache
 from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.locations import HUB, origin_of
@@ -148,19 +148,7 @@ def load(run: Run, progress: Progress, *, learns: bool = True) -> None:
     settings = feed_settings(config.train, run.objective, world, tokens=fits or planned, pads=pads)
     run.feed = CacheFeed(run.source, held_out, settings)
 
-    def less_memory() -> Iterator[str]:
-        """Settings that take less memory, found only after it ran out."""
-        from ..plan.memory import memory_savers  # noqa: PLC0415 - it imports the whole plan
-
-        return memory_savers(
-            config,
-            stage=stage_of(run.engine_config),
-            ranks=world.size,
-            device=policy.device.type,
-            can_recompute=can_recompute(model),
-        )
-
-    run.memory = MemoryBackoff(pads, ranks=world.size, advice=less_memory, budget=fits)
+    run.memory = MemoryBackoff(pads, ranks=world.size, budget=fits)
     run.meter = Meter(pads=pads)
     if world.rank == 0 and learns:
         for line in short_plan(run.feed, policy, config.train, run.engine_config):

@@ -37,7 +37,7 @@ def facts_of_run(run: Run, device: str, device_bytes: int, resumed: str = "") ->
         held_out=run.source.eval_rows,
         device=device,
         ranks=world.size,
-        budget=Budget.of(train, device_bytes).within(device_bytes),
+        budget=Budget.of(train, device_bytes),
         host=host,
         resumed=resumed,
     )

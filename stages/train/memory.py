@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,11 @@ from ...schemas.batches import MicroBatch
 from ...schemas.errors import MemoryLimitError
 from ..model.library_errors import is_out_of_memory
 from ..model.path_search import explaining_compile_errors
+
+REMEDY = (
+    "`align plan` names settings that take less: set gradient checkpointing with --resume auto, "
+    "others in a new --output."
+)
 
 
 class MicroBatchTooLarge(Exception):  # noqa: N818 - a request to try again with less
@@ -42,7 +47,7 @@ class MemoryBackoff:
 
     pads: bool  # whether a micro-batch is padded to its longest row
     ranks: int = 1
-    advice: Callable[[], Iterable[str]] = tuple  # unused settings that take less memory
+    remedy: str = REMEDY
     budget: int = 0  # tokens; 0: as planned
     times: int = 0  # how often memory ran out in this process
 
@@ -60,16 +65,14 @@ class MemoryBackoff:
             raise MemoryLimitError(
                 "Memory ran out on this rank, which cannot repeat the step without the others. The "
                 "step changed nothing. Start all ranks again with --resume auto "
-                f"--tokens-per-batch {self.budget}: the result stays the same. "
-                f"{self._less()}"
+                f"--tokens-per-batch {self.budget}: the result stays the same."
             )
 
     def no_update(self) -> str:
         """The message for running out of memory in an update."""
         return (
             "Memory ran out during the update of the weights, which may be incomplete, so the run "
-            f"ends. Smaller micro-batches do not help. {self._less()} Then start again with "
-            "--resume auto."
+            f"ends. Smaller micro-batches do not help. {self.remedy}"
         )
 
     def _too_long(self, micro: MicroBatch) -> str:
@@ -78,10 +81,7 @@ class MemoryBackoff:
         else:
             tokens = micro.trees[0].num_tokens
             what = f"row {micro.row_ids[0]} alone, {tokens:,} tokens, does not fit"
-        return f"Memory ran out: {what}. {self._less()} Then start again with --resume auto."
-
-    def _less(self) -> str:
-        return f"To use less: {'; '.join(self.advice())}."
+        return f"Memory ran out: {what}. {self.remedy}"
 
 
 STATUS = Path("/proc/self/status")

@@ -125,7 +125,6 @@ def refused(session, where="", *, most=ROOM, ranks=1):
     """What is said as the run ends, and what was noted before."""
     recorded, memory = Recorded(), session.memory
     memory.ranks = ranks
-    memory.advice = lambda: ("--set train.gradient_checkpointing=true", "LoRA")
     with scarce(session, where, most=most), pytest.raises(MemoryLimitError) as raised:
         through(session, recorded=recorded)
     return str(raised.value), recorded.shrunk
@@ -133,7 +132,7 @@ def refused(session, where="", *, most=ROOM, ranks=1):
 
 def test_what_cannot_be_repeated_ends_the_run_with_what_takes_less(session_with, monkeypatch):
     said, _ = refused(session_with(tokens_per_batch=1), "forward", most=20)
-    require_names(said, "train.gradient_checkpointing=true", "LoRA")
+    require_names(said, "align plan")
     # Of several ranks one says how to start again.
     said, ((step, tokens),) = refused(session_with(), "backward", ranks=2)
     assert step == 0
