@@ -158,29 +158,17 @@ def counted(count: int, things: str) -> str:
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# Errors of the path rather than of the disk, and what to do about them.
-_RIGHTS = "Give this user permission, or choose another path"
-_PATH_REMEDIES = {
-    errno.ENOENT: "Check that the path is right and that nothing removes it",
-    errno.EACCES: _RIGHTS,
-    errno.EPERM: _RIGHTS,
-    errno.EROFS: "This file system is read-only: choose a path on another one",
-    errno.EISDIR: "The path must be a file: remove the folder, or choose another path",
-    errno.ENOTDIR: "A part of the path is a file: choose another path",
-    errno.EEXIST: "Move the existing file or folder, or choose another path",
-    errno.EINVAL: "The path must be a plain file: choose another path",
-    errno.ENAMETOOLONG: "Choose a shorter path",
-}
-_FILES = "Raise the limit on open files (ulimit -n)"
-_REMEDIES = {
-    errno.EMFILE: _FILES,
-    errno.ENFILE: _FILES,
-    errno.ENOMEM: "Free some memory",
-    errno.ENOLCK: "Choose a path on a file system with locks",
-    errno.ESTALE: "The network file system lost the file: check its server",
-    errno.ETIMEDOUT: "The network file system does not answer: check its server",
-    errno.EFBIG: "The file system or a limit (ulimit -f) allows no file of this size: raise it",
-}
+_OF_PATH = (
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.EINVAL,
+    errno.ENAMETOOLONG,
+)
 
 
 @contextmanager
@@ -208,10 +196,10 @@ def storage_error(name: str, path: Path, error: OSError, needed: int = 0) -> Sto
             f"{failure} ({needs}{_free_bytes(path.parent)} free). Free some space or choose "
             "another --output, then run the same command again: finished shards are kept."
         )
-    if remedy := _PATH_REMEDIES.get(error.errno or 0):
-        return PathError(f"{failure}. {remedy}, then run the same command again.")
-    remedy = _REMEDIES.get(error.errno or 0, "Check the disk")
-    return StorageError(f"{failure}. {remedy}, then run the same command again.")
+    if error.errno in _OF_PATH:
+        return PathError(f"{failure}. Check the path and its permissions, or choose another.")
+    what = "the disk, its server and the limits of this process (ulimit -a)"
+    return StorageError(f"{failure}. Check {what}, then run the same command again.")
 
 
 def _free_bytes(path: Path) -> str:
