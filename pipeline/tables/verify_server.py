@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 
@@ -9,11 +10,11 @@ import numpy as np
 
 from ...schemas.cache import reference_named
 from ...schemas.config import Config
-from ...schemas.errors import FingerprintError, UsageError, counted
+from ...schemas.errors import FingerprintError, UsageError, counted, logger
 from ...schemas.row_table import Rows
 from ...schemas.rows import PER_TOKEN, sums_of_completions
 from ...schemas.samples import Prompt, Refused, Sample, SampleRequest, Sampling
-from ...stages.data.tokenizer import load_tokenizer
+from ...stages.data.tokenizer import TextTokenizer, load_tokenizer
 from ...stages.model.generate import greedy_gaps
 from ...stages.model.model_folder import UNUSED_WEIGHTS
 from ...stages.model.reference import HfReference
@@ -50,13 +51,7 @@ def verify_server(
     tokenizer = load_tokenizer(reference.options.path, config.tokens)
     sample = Rows.concat([block for _, block in cache.sample_rows(manifest, rows)])
 
-    # The start of a completion of each row is a user's message, or plain text without a template.
-    prompts = dict[str, Prompt]()
-    for first in sample.completion_offsets[:-1].tolist():
-        ids = sample.completions[first].tolist()
-        text = tokenizer.hf.decode(ids, skip_special_tokens=True)[:CHARACTERS] or " "
-        prompt = Prompt(({"role": "user", "content": text},) if tokenizer.chat else text)
-        prompts[prompt.key] = prompt
+    prompts = {prompt.key: prompt for prompt in _prompts(sample, tokenizer)}
     server = ServerSampler(
         replace(config.server, url=url, revision="any"),  # nothing is stored under it
         lambda prompt: len(prompt_ids(prompt, tokenizer)),
@@ -101,4 +96,14 @@ def verify_server(
             f"{found}. {why}: the server has another model, adapter or precision, or settings that "
             "change its answers. Check what it has loaded, and the name in server.model."
         )
+    if (model or adapter) and from_reference < 2 * mean:
+        logger.warning("The server may have the reference: it is about as near as the model.")
     return found
+
+
+def _prompts(sample: Rows, tokenizer: TextTokenizer) -> Iterator[Prompt]:
+    """The start of a completion of each row as a user's message; plain text without a template."""
+    for first in sample.completion_offsets[:-1].tolist():
+        ids = sample.completions[first].tolist()
+        text = tokenizer.hf.decode(ids, skip_special_tokens=True)[:CHARACTERS] or " "
+        yield Prompt(({"role": "user", "content": text},) if tokenizer.chat else text)

@@ -52,6 +52,7 @@ _NO_PROXIES: Mapping[str, None] = {
     f"all://{host}": None for host in ("localhost", "127.0.0.1", "[::1]")
 }
 _UNFINISHED = frozenset((None, "abort", "error"))  # vLLM and SGLang gave up the request
+_UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)  # not an answer of OpenAI's API
 # The number of requests that were sent for the sample of the current task.
 _sent: ContextVar[int] = ContextVar("sent", default=0)
 
@@ -92,7 +93,7 @@ class ServerSampler(Sampler):
         try:
             with self._client() as client:
                 names = [one.id for one in client.models.list(extra_headers=self.headers).data]
-        except (openai.OpenAIError, AttributeError, TypeError, ValueError) as error:
+        except (openai.OpenAIError, *_UNREADABLE) as error:
             failure = _failure(error, self.options)
             raise type(failure)(f"{failure} Or set server.model to the model's name.") from None
         if len(names) != 1:
@@ -111,28 +112,22 @@ class ServerSampler(Sampler):
         Token ids are sent as a prompt, which the server repeats with log-probs (echo).
         """
         found = list[Sequence[float]]()
-        how: dict[str, Any] = {"model": self.model(), "echo": True, "logprobs": 1, "max_tokens": 1}
+        how: dict[str, Any] = {"model": self.model(), "extra_headers": self.headers}
+        how |= {"echo": True, "logprobs": 1, "max_tokens": 1}
         with self._client() as client:
             for prompt, branch in ((tree.prompt, one) for tree in trees for one in tree.branches):
                 ids = [*prompt.tolist(), *branch.tolist()]
                 # The first answer shows whether the server can: llama.cpp's 500 is not repeated.
-                asking = client if found else client.with_options(max_retries=0)
+                asking: Any = client if found else client.with_options(max_retries=0)
                 try:
-                    send: Any = asking.completions.create
-                    answer = send(**how, prompt=ids, extra_headers=self.headers)
+                    answer = asking.completions.create(**how, prompt=ids)
                     logps = answer.choices[0].logprobs.token_logprobs[len(prompt) : len(ids)]
                     if answer.usage.prompt_tokens != len(ids) or len(logps) != len(branch):
                         raise ValueError(f"{answer.usage.prompt_tokens} tokens for {len(ids)} ids")
-                except (
-                    openai.OpenAIError,
-                    LookupError,
-                    AttributeError,
-                    TypeError,
-                    ValueError,
-                ) as e:
-                    if found or isinstance(e, openai.APIConnectionError):
-                        raise _failure(e, self.options, 1) from None
-                    logger.warning("No log-probs of prompts by the server: %s", _message_of(e))
+                except (openai.OpenAIError, *_UNREADABLE) as error:
+                    if found or isinstance(error, openai.APIConnectionError):
+                        raise _failure(error, self.options, 1) from None
+                    logger.warning("No log-probs of prompts by the server: %s", _message_of(error))
                     return None
                 found.append(logps)
         return Ragged.of(found, np.float32)
@@ -253,11 +248,7 @@ class OpenServer:
                 raise _failure(error, self._options, _sent.get()) from None
             except openai.OpenAIError as error:
                 raise _failure(error, self._options, _sent.get()) from None
-            except (
-                AttributeError,
-                TypeError,
-                ValueError,
-            ) as error:  # not an answer of OpenAI's API
+            except _UNREADABLE as error:
                 unreadable += 1
                 if unreadable > self._options.retries:
                     raise _failure(error, self._options, _sent.get()) from None

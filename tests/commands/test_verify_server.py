@@ -50,17 +50,20 @@ def echoes(stub):
     return [asked for asked in stub.requests if asked.body.get("echo")]
 
 
-def test_log_probs_of_a_server_are_those_of_its_model_and_of_no_other(world, scaled, words):
+def test_log_probs_of_a_server_are_those_of_its_model_and_of_no_other(world, scaled, words, caplog):
     near, far = scaled(1.01), scaled(2.0)
     with model_server(world.model) as stub:
         # The cache's own log-probs, then those of a model that is loaded.
         assert apart(success(*words(stub))) < 1e-5
         assert len(echoes(stub)) == 4 * ROWS
+        assert not caplog.messages
         assert apart(success(*words(stub, "--model", world.model))) < 1e-5
+        assert len(caplog.messages) == 1  # the model could as well be the reference, which it is
         # Rounding may be larger than the difference: but the reference is nearer.
         refusal(4, *words(stub, "--model", near), names=(stub.url, near, "server.model"))
     with model_server(near) as stub:
         assert apart(success(*words(stub, "--model", near))) < 1e-5
+        assert len(caplog.messages) == 1
     with model_server(far) as stub:
         refusal(4, *words(stub), names=(stub.url, world.model))
 
