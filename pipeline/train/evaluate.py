@@ -249,9 +249,16 @@ def _run_harness(
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a task, which the harness names `acc,none` and `acc_stderr,none`."""
+    """The numbers of a task, which the harness names `acc,none` and `acc_stderr,none`.
+
+    JSON has no NaN, which the harness gives as the error of a single row.
+    """
     found = {name: one for name, one in values.items() if isinstance(one, float | int)}
-    return {name.removesuffix(",none"): one for name, one in found.items() if "," in name}
+    return {
+        name.removesuffix(",none"): one
+        for name, one in found.items()
+        if "," in name and math.isfinite(one)
+    }
 
 
 def _publish(folder: RunFolder, results: Results, tracking: TrackingOptions) -> None:

@@ -131,6 +131,7 @@ if "broken" in words:
     raise SystemExit("no such task: broken")
 path = words[words.index("--output_path") + 1]
 values = {"name": "tiny", "acc,none": 0.5, "acc_stderr,none": 0.1, "f1,strict": 1, "words": words}
+values |= {"f1_stderr,strict": float("nan")}
 with open(path.replace(".json", "_2026.json"), "w") as file:
     json.dump({"results": {"tiny": values}}, file)
 """
