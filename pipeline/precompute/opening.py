@@ -147,15 +147,30 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Ca
 
 
 def require_same(
-    stored: Mapping[str, str], wanted: Mapping[str, str], *, where: str, reuse: str = ""
+    stored: Mapping[str, str],
+    wanted: Mapping[str, str],
+    *,
+    where: str,
+    models: tuple[str, str],
+    reuse: str = "",
 ) -> None:
-    """Refuses settings that differ from a cache's; `reuse` is its folder if it is unfinished."""
+    """Refuses settings that differ from a cache's.
+
+    `models` are its model and the given one; `reuse` is its folder if it is unfinished.
+    """
     if found := differences(stored, wanted):
         lines = "\n  ".join(found.values())
-        other = f" --reuse {reuse}, which copies common scores" if reuse else ""
+        takes_it = reuse and wanted.get("cache.scored") != "false"
+        other = f"Give --output OTHER --reuse {reuse}" if takes_it else "Choose another --output"
+        cost = "common scores are copied"
+        what = "other settings"
+        if {name.partition(".")[0] for name in found} & {"model", "numerics", "imported"}:
+            if models[0] != models[1]:
+                what = f"{models[0]}, not with {models[1]}"
+            other = "Choose another --output"
+            cost = "its log-probs have another source, so none is copied"
         raise FingerprintError(
-            f"{where} was made with other settings:\n  {lines}\n"
-            f"Undo the change, or give --output OTHER{other}."
+            f"{where} was made with {what}:\n  {lines}\n{other} ({cost}), or undo the change."
         )
 
 

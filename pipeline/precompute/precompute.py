@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TypeAlias
 
-from ...schemas.cache import Manifest, Plan
+from ...schemas.cache import Manifest, Plan, reference_named
 from ...schemas.config import Config
 from ...schemas.errors import (
     BadDataError,
@@ -49,7 +49,7 @@ from .opening import (
     require_model,
     require_same,
 )
-from .prepare import Slices, encode, make_plan
+from .prepare import Slices, absolute_origin, encode, make_plan
 from .scoring import ScoringCounts, Shards, ShardScorer
 
 PrecomputeResult: TypeAlias = CommandResult[Manifest, ScoringCounts]
@@ -153,15 +153,21 @@ def _own_manifest(job: CacheJob) -> Manifest | None:
     """The manifest of this cache, if it is finished; refuses the folder of another cache."""
     cache = job.cache
 
+    def require_own(made: Plan | Manifest, where: str, reuse: str = "") -> None:
+        given = job.config.model
+        models = (
+            reference_named(made.model, made.adapter),
+            reference_named(absolute_origin(given.path), absolute_origin(given.adapter)),
+        )
+        require_same(made.fingerprint, job.fingerprint, where=where, models=models, reuse=reuse)
+
     if cache.manifest_file.exists():
         manifest = cache.manifest()
-        require_same(manifest.fingerprint, job.fingerprint, where=str(cache))
+        require_own(manifest, str(cache))
         return manifest
-    reuse = str(cache) if job.config.cache.scored else ""
     for work in unfinished_work(cache):
         if plan := work.find_plan():
-            where = f"The unfinished run in {cache}"
-            require_same(plan.fingerprint, job.fingerprint, where=where, reuse=reuse)
+            require_own(plan, f"The unfinished run in {cache}", reuse=str(cache))
     return None
 
 
