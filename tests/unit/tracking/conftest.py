@@ -25,7 +25,9 @@ def wandb_imported(tmp_path_factory):
 @pytest.fixture
 def quick_seconds(monkeypatch):
     """A second of TensorBoard, by which its files are named, takes 50 ms."""
-    clock = SimpleNamespace(time=lambda: 20 * time.time(), sleep=time.sleep)
+    # From now on: a writer's thread may go on with the real clock after the test.
+    start = time.time()
+    clock = SimpleNamespace(time=lambda: start + 20 * (time.time() - start), sleep=time.sleep)
     for module in (tensorboard_tracker, event_file_writer):
         monkeypatch.setattr(module, "time", clock)
 
