@@ -114,8 +114,8 @@ def score_again(
         if not again.is_same:
             at, row = again.worst, rows.row[rows.row_of_completion[again.worst]]
             raise CorruptionError(
-                f"{name}: the {Role(rows.roles[at]).name.lower()} completion of input row {row} (of "
-                f"{rows.num_learned[at]} tokens) has log-prob {rows.logps[at]:.6f} there, but "
+                f"{name}: the {Role(rows.roles[at]).name.lower()} completion of input row {row} "
+                f"(of {rows.num_learned[at]} tokens) has log-prob {rows.logps[at]:.6f} there, but "
                 f"{again.logps[at]:.6f} now. It is not this reference's: make it again."
             )
         worst, count = max(worst, float(again.gaps.max())), count + len(again.gaps)
