@@ -204,7 +204,7 @@ def _measured(run: Run, state: State, home: Path, progress: Progress) -> Results
         results[title] = {
             "cache": str(source.folder.root),
             "cache_id": source.manifest.root,
-            "rows": source.eval_rows,
+            "rows": run.feed.held_out_size(name).rows,
             "metrics": metrics,
             "intervals": intervals_of(rows[name], metrics),
         }

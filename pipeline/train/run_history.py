@@ -87,7 +87,11 @@ def read_history(metrics: Path) -> History:
     kinds = pl.Schema({"step": pl.Int64(), "time": pl.Datetime("ms", "UTC")})
     frames = [pl.DataFrame(schema=kinds)]
     # The lines of `align evaluate` are for trackers: they are no part of the training.
-    measured = (line for line in read_metrics(metrics) if not all(map(_is_added, line.metrics)))
+    measured = (
+        line
+        for line in read_metrics(metrics)
+        if not all(name.startswith(EVALUATE) for name in line.metrics)
+    )
     while some := [*islice(measured, LINES_AT_ONCE)]:
         rows = [{"step": one.step, "time": round(1000 * one.time), **one.metrics} for one in some]
         frames.append(pl.from_dicts(rows, schema_overrides=kinds, infer_schema_length=None))
@@ -99,10 +103,6 @@ def read_history(metrics: Path) -> History:
         holds_one = pl.any_horizontal(pl.lit(False), *(pl.col(one).is_not_null() for one in names))
         parts.append(lines.filter(holds_one).select(*kinds, *names))
     return History(*parts)
-
-
-def _is_added(name: str) -> bool:
-    return name.startswith(EVALUATE)
 
 
 def curves(lines: pl.DataFrame, prefix: str = "") -> Mapping[str, list[tuple[float, float]]]:

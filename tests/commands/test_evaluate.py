@@ -87,6 +87,16 @@ def test_any_model_is_measured_against_the_reference(course, elsewhere, tmp_path
     assert course.server.run("evaluate", other, *words).code == 4
 
 
+def test_the_rows_are_those_that_are_measured(course, elsewhere, tmp_path):
+    _, cache = elsewhere
+    few = ("--set", "train.batch_size=4", "--set", "train.limit_eval_batches=1")
+    words = (course.model, "--cache", cache, "--method", "dpo", *few, "--output", tmp_path / "few")
+    answer = course.server.success("evaluate", *words, "--json")
+    (found,) = json.loads(answer.out)["sets"].values()
+    rows = (tmp_path / "few" / "rows.csv").read_text().splitlines()
+    assert (found["rows"], len(rows)) == (4, 1 + 2 * 4)
+
+
 def test_the_interval_is_of_the_rows_of_the_table(course):
     run = course.whole()
     answer = course.server.success("evaluate", run, "--json")
